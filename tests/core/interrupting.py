@@ -27,7 +27,7 @@ SIGNAL = signal.SIGUSR1
 # where state is changed, ours and torch's
 _FILES = (
     *("/fastlinear/core/", "/fastlinear/dispatch/", "/fastlinear/profile/", "/contextlib.py"),
-    *("/rewrite/exchange/", "/rewrite/remember.py", "/rewrite/verify/", "/rewrite/optimize.py"),
+    *("/rewrite/swap/", "/rewrite/remember.py", "/rewrite/verify/", "/rewrite/optimize.py"),
     *("/torch/autograd/", "/torch/overrides.py", "/torch/utils/_python_dispatch.py"),
     *("/torch/fx/_symbolic_trace.py", "/torch/amp/", "/torch/random.py", "/warnings.py"),
     *("/torch/nn/modules/module.py", "/torch/utils/hooks.py", "/torch/utils/_contextlib.py"),

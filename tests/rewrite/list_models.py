@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlinear.ops.unequal_linear.op import explain
-from fastlinear.rewrite.exchange import tower_forward
+from fastlinear.rewrite.swap import tower_forward
 
 FAMILY = ("grouped_linear",)
 SIZES = ((8, 6), (5, 7), (12, 3), (8, 6), (3, 9))

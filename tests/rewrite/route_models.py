@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import fastlinear as fl
-from fastlinear.rewrite import exchange, finish, registry
-from fastlinear.rewrite.exchange.swap import is_rewritten
+from fastlinear.rewrite import finish, registry, swap
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.rules.linear_dropout import dropout
+from fastlinear.rewrite.swap.modules import is_rewritten
 
 CLOCK = {"cpp": 50.0, "onednn": 50.0, "whole_cpp": 50.0, "pieces": 50.0, "after": 50.0}
 """Times of the contenders of a clock on which a rewrite is faster."""
-_EXCHANGE = Path(exchange.__file__).parent
+_SWAP = Path(swap.__file__).parent
 
 
 class _Holder(nn.Module):
@@ -316,20 +316,20 @@ def optimized(model: nn.Module, name: str) -> tuple[Any, frozenset[str]]:
     return result, frozenset(kinds)
 
 
-def exchanged(model: nn.Module) -> list[str]:
-    """Names of the modules whose forward is exchanged."""
+def swapped(model: nn.Module) -> list[str]:
+    """Names of the modules whose forward is swapped."""
     return [name for name, module in model.named_modules() if is_rewritten(module)]
 
 
 def exercised(route: Rewritten) -> set[str]:
     """As ``Route.exercises``: what the rewritten model has, and one call of it runs."""
-    forwards = [route.model.get_submodule(name).forward for name in exchanged(route.model)]
+    forwards = [route.model.get_submodule(name).forward for name in swapped(route.model)]
     made = {Path(f.__func__.__code__.co_filename).stem for f in forwards}
     wrapped = {type(f).__module__.rpartition(".")[2] for f in forwards}
     found: set[str] = set()
 
     def look(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(str(_EXCHANGE)):
+        if event == "call" and frame.f_code.co_filename.startswith(str(_SWAP)):
             found.add(frame.f_code.co_qualname.partition(".")[0])
 
     sys.setprofile(look)
@@ -354,7 +354,7 @@ def discovered() -> set[str]:
 def makers() -> Iterator[str]:
     """The files in which a function makes a function ``forward``, and those of what is bound in
     its place."""
-    for file in _EXCHANGE.parent.rglob("*.py"):
+    for file in _SWAP.parent.rglob("*.py"):
         tree = ast.parse(file.read_text())
         for outer in ast.walk(tree):
             inner = outer.body if isinstance(outer, ast.FunctionDef | ast.ClassDef) else ()

@@ -13,7 +13,7 @@ from rewrite_models import Clock
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.rewrite.exchange.traceable import _UNTRACEABLE_OPS
+from fastlinear.rewrite.swap.traceable import _UNTRACEABLE_OPS
 
 X = torch.randn(8, 32)
 

@@ -13,9 +13,9 @@ from torch import nn
 import fastlinear as fl
 from fastlinear.core.timing import Samples
 from fastlinear.rewrite.evaluate import chains, site
-from fastlinear.rewrite.exchange import forwards
-from fastlinear.rewrite.exchange.sequential_forward import sequential_forward
 from fastlinear.rewrite.fusion import Fusion, InSequential
+from fastlinear.rewrite.swap import forwards
+from fastlinear.rewrite.swap.sequential_forward import sequential_forward
 
 optimizing = importlib.import_module("fastlinear.rewrite.optimize")
 

@@ -18,9 +18,9 @@ from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.timing import Samples
 from fastlinear.rewrite.evaluate import chains, site
 from fastlinear.rewrite.evaluate.swaps import swaps_of
-from fastlinear.rewrite.exchange import forwards
-from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.fusion import Forward, Fusion
+from fastlinear.rewrite.swap import forwards
+from fastlinear.rewrite.swap.modules import SwapSet
 
 optimizing = importlib.import_module("fastlinear.rewrite.optimize")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -159,7 +159,7 @@ def matched(model: nn.Module, x: Any = X, mode: str = "inference", **more: Any) 
 
 
 def rewritten(model: nn.Module, found: list[Any]) -> SwapSet:
-    """The model with these chains, and nothing else, exchanged."""
+    """The model with these chains, and nothing else, swapped."""
     swaps = SwapSet(swaps_of([c for chain in found for c in chains.members(chain)]))
     swaps.on()
     return swaps

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rewrite_models import Clock
-from route_models import CLOCK, Conv1D, X, exchanged
+from route_models import CLOCK, Conv1D, X, swapped
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -300,7 +300,7 @@ def test_edits_hold(case: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) ->
     plain = copy.deepcopy(model)
     fl.optimize_(model, X, config=fl.Config(draws=1, time_budget_s=600.0))
     if case not in ("what __getattr__ computes", "a setting of torch's"):
-        assert exchanged(model) in ([""], ["fc"]), "it was rewritten"
+        assert swapped(model) in ([""], ["fc"]), "it was rewritten"
     before = plain(X)
     assert relative_error(model(X), before) < 1e-5
     modes = [edit(m, monkeypatch) for m in (plain, model)][:1]
@@ -344,7 +344,7 @@ def test_operators_in_place_write(operator: str, clock: Clock) -> None:
     w = torch.rand(16, 16) + 1
     plain = copy.deepcopy(model)
     fl.optimize_(model, (x, w), config=fl.Config(draws=1, time_budget_s=600.0))
-    assert exchanged(model) == [""]
+    assert swapped(model) == [""]
     for m in (plain, model):
         m.count.zero_()  # type: ignore[operator, union-attr]
     a, b = x.clone(), x.clone()

@@ -24,11 +24,11 @@ from fastlinear.profile.between import CODE
 from fastlinear.profile.records import Finding
 from fastlinear.rewrite import apply_, optimize_
 from fastlinear.rewrite.evaluate import compiled, measure
-from fastlinear.rewrite.exchange.compiled_forward import (
+from fastlinear.rewrite.swap.compiled_forward import (
     REDUCE_OVERHEAD,
     CompiledForward,
 )
-from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.swap.modules import SwapSet
 
 optimizing = sys.modules["fastlinear.rewrite.optimize"]
 finishing = sys.modules["fastlinear.rewrite.finish"]

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from fastlinear.rewrite import optimize_
 from fastlinear.rewrite.evaluate import compiled
-from fastlinear.rewrite.exchange.compiled_forward import (
+from fastlinear.rewrite.swap.compiled_forward import (
     REDUCE_OVERHEAD,
     CompiledForward,
     with_compiled,
 )
-from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.swap.modules import SwapSet
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),

@@ -29,8 +29,8 @@ from fastlinear.profile.records import Record
 from fastlinear.rewrite import apply_, optimize_
 from fastlinear.rewrite.evaluate import graphs as choose_graph
 from fastlinear.rewrite.evaluate import measure, try_graph
-from fastlinear.rewrite.exchange.graph_forward import GraphForward, with_graph
-from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.swap.graph_forward import GraphForward, with_graph
+from fastlinear.rewrite.swap.modules import SwapSet
 
 optimizing = sys.modules["fastlinear.rewrite.optimize"]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -24,7 +24,7 @@ FAMILY = ("grouped_linear",)
 
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers every rewritten call computes together from here on."""
-    from fastlinear.rewrite.exchange import parts, row_forward
+    from fastlinear.rewrite.swap import parts, row_forward
 
     seen: list[int] = []
 
@@ -97,7 +97,7 @@ def test_frozen_layers_stay_without_gradients(clock: Any) -> None:
     plain = copy.deepcopy(model)
     assert optimized(model, x, "train", families=FAMILY).kept == 3
     same_results(model, plain, x)
-    from fastlinear.rewrite.exchange.row_forward import call_row
+    from fastlinear.rewrite.swap.row_forward import call_row
 
     ys = call_row(model[0], ("to_q", "to_k", "to_v"), x)
     assert [y.requires_grad for y in ys] == [True, False, True]
@@ -367,7 +367,7 @@ def test_slower_and_wrong_calls_are_not_kept(clock: Any, monkeypatch: pytest.Mon
     assert result.kept == 0
     assert any("one call is" in note for note in result.notes)
     clock(FAST)
-    from fastlinear.rewrite.exchange import row_forward
+    from fastlinear.rewrite.swap import row_forward
 
     real = row_forward.linear_act
     wrong = lambda *a, **how: real(*a, **how) * 1.001  # noqa: E731

@@ -19,9 +19,9 @@ from fastlinear.ops.linear_act import linear_act, reference
 from fastlinear.ops.mlp import reference as chain
 from fastlinear.rewrite import optimize_
 from fastlinear.rewrite.evaluate import site
-from fastlinear.rewrite.exchange import forwards
-from fastlinear.rewrite.exchange.sequential_forward import Segment, sequential_forward
-from fastlinear.rewrite.exchange.swap import Swap, SwapSet
+from fastlinear.rewrite.swap import forwards
+from fastlinear.rewrite.swap.modules import Swap, SwapSet
+from fastlinear.rewrite.swap.sequential_forward import Segment, sequential_forward
 from fastlinear.rewrite.verify import model as verify
 from fastlinear.rewrite.verify import running
 from fastlinear.rewrite.verify.inputs import Call

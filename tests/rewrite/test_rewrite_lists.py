@@ -32,7 +32,7 @@ from list_models import (
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.rewrite.exchange import list_forward, tower_forward
+from fastlinear.rewrite.swap import list_forward, tower_forward
 
 pytestmark = pytest.mark.skipif(not TOGETHER, reason="unequal_linear has no kernels here")
 

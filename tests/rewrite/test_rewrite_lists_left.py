@@ -172,7 +172,7 @@ def test_a_filter_and_the_settings_leave_them_alone(clock: Any) -> None:
 
 
 def test_lists_of_numbers_are_compared_with_the_types_of_their_items() -> None:
-    from fastlinear.rewrite.exchange.traceable import as_it_is, same, watchable
+    from fastlinear.rewrite.swap.traceable import as_it_is, same, watchable
 
     sizes = [8, 5, 12]
     kept = as_it_is(sizes)

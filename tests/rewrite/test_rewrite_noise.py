@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlinear.core.compare import Verdict
-from fastlinear.rewrite.exchange.swap import Swap, SwapSet
+from fastlinear.rewrite.swap.modules import Swap, SwapSet
 from fastlinear.rewrite.verify import model as verify
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.verify.oracle import make_oracle

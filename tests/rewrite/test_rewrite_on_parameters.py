@@ -17,8 +17,8 @@ import fastlinear as fl
 from fastlinear.core.function_mode import KnowingMode
 from fastlinear.rewrite.evaluate import chains, site
 from fastlinear.rewrite.evaluate.swaps import swaps_of
-from fastlinear.rewrite.exchange import forwards
-from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.swap import forwards
+from fastlinear.rewrite.swap.modules import SwapSet
 
 optimizing = importlib.import_module("fastlinear.rewrite.optimize")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -156,7 +156,7 @@ def matched(model: nn.Module, x: Any = X, mode: str = "inference") -> list[Any]:
 
 
 def rewritten(model: nn.Module, found: list[Any]) -> SwapSet:
-    """The model with these chains, of which there are some, and nothing else, exchanged."""
+    """The model with these chains, of which there are some, and nothing else, swapped."""
     assert found
     swaps = SwapSet(swaps_of([c for chain in found for c in chains.members(chain)]))
     swaps.on()

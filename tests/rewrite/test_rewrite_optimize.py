@@ -18,8 +18,8 @@ from fastlinear.core.settings import Config
 from fastlinear.core.timing import Ratio
 from fastlinear.profile.capture import profile
 from fastlinear.rewrite import apply_, optimize_
-from fastlinear.rewrite.exchange.stand_in import mark
-from fastlinear.rewrite.exchange.swap import Swap, SwapSet
+from fastlinear.rewrite.swap.modules import Swap, SwapSet
+from fastlinear.rewrite.swap.stand_in import mark
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))

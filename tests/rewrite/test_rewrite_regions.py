@@ -22,7 +22,7 @@ from fastlinear.profile.diagnose import Step, diagnose
 from fastlinear.profile.records import Record
 from fastlinear.rewrite import apply_, optimize_
 from fastlinear.rewrite.evaluate import measure
-from fastlinear.rewrite.exchange.graph_forward import GraphForward
+from fastlinear.rewrite.swap.graph_forward import GraphForward
 
 optimizing = sys.modules["fastlinear.rewrite.optimize"]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

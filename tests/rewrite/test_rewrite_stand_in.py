@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 from rewrite_models import Clock
-from route_models import CLOCK, ROUTES, WrittenChain, X, exchanged, optimized, rewritten
+from route_models import CLOCK, ROUTES, WrittenChain, X, optimized, rewritten, swapped
 from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.core.errors import UnsupportedError
-from fastlinear.rewrite.exchange.compiled_forward import CompiledForward, with_compiled
-from fastlinear.rewrite.exchange.graph_forward import GraphForward, with_graph
-from fastlinear.rewrite.exchange.stand_in import KEYS
-from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.swap.compiled_forward import CompiledForward, with_compiled
+from fastlinear.rewrite.swap.graph_forward import GraphForward, with_graph
+from fastlinear.rewrite.swap.modules import SwapSet
+from fastlinear.rewrite.swap.stand_in import KEYS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -50,7 +50,7 @@ def route(request: pytest.FixtureRequest, clock: Clock) -> str:
 
 def test_signature_documentation_and_keywords(route: str) -> None:
     plain, model = rewritten(route).plain, rewritten(route).model
-    for name in exchanged(model):
+    for name in swapped(model):
         ours, theirs = model.get_submodule(name).forward, plain.get_submodule(name).forward
         assert inspect.signature(ours) == inspect.signature(theirs)
         if route != "chain made by torch.fx":  # made of no file
@@ -119,10 +119,10 @@ def test_a_pickle_is_that_of_the_model_before(route: str) -> None:
         torch.testing.assert_close(run(other, X), run(plain, X))
     again, _ = optimized(other, route)
     assert told(again) == told(result)
-    assert exchanged(other) == exchanged(model)
+    assert swapped(other) == swapped(model)
     again.revert()
     planned = fl.apply_(other, result.plan.to_json(), X)
-    assert (planned.kept, exchanged(other)) == (result.kept, exchanged(model))
+    assert (planned.kept, swapped(other)) == (result.kept, swapped(model))
 
 
 def told(result: Any) -> list[tuple[Any, ...]]:
@@ -133,8 +133,8 @@ def test_copies_are_rewritten_with_weights_of_their_own(route: str) -> None:
     plain, model = rewritten(route).plain, rewritten(route).model
     other = copy.deepcopy(model)
     if not isinstance(model, torch.fx.GraphModule):  # which copies itself without its attributes
-        assert exchanged(other) == exchanged(model)
-    for name in exchanged(other):
+        assert swapped(other) == swapped(model)
+    for name in swapped(other):
         module = other.get_submodule(name)
         assert all(vars(module)[key].__self__ is module for key in KEYS)
     torch.testing.assert_close(run(model, X), run(plain, X))
@@ -177,8 +177,8 @@ def test_classes_that_say_how_they_are_pickled(kind: Any, clock: Clock) -> None:
     for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert hasattr(other, "pickled") == (kind is Stated)
         torch.testing.assert_close(run(other, X), expected)
-    assert exchanged(pickle.loads(pickle.dumps(model))) == []
-    assert exchanged(copy.deepcopy(model)) == [""]
+    assert swapped(pickle.loads(pickle.dumps(model))) == []
+    assert swapped(copy.deepcopy(model)) == [""]
 
 
 def test_a_copy_inside_a_circle() -> None:

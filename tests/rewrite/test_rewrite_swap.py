@@ -1,4 +1,4 @@
-"""Exchanged forwards belong to one instance: replicas and copies compute with their own weights."""
+"""Swapped forwards belong to one instance: replicas and copies compute with their own weights."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ import fastlinear as fl
 from fastlinear.dispatch import tune
 from fastlinear.ops.unequal_linear.op import explain
 from fastlinear.rewrite.evaluate import measure
-from fastlinear.rewrite.exchange import tower_forward
 from fastlinear.rewrite.rules import grouped_towers
+from fastlinear.rewrite.swap import tower_forward
 
 FAMILY = ("grouped_linear",)
 (_CHOICE,) = explain([torch.ones(2, 8)] * 2, [torch.ones(8, 8)] * 2).choices

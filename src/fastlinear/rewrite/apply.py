@@ -26,7 +26,6 @@ from fastlinear.rewrite.evaluate.graphs import choose_graph
 from fastlinear.rewrite.evaluate.keep_accurate import keep_accurate
 from fastlinear.rewrite.evaluate.out_of_memory import contained
 from fastlinear.rewrite.evaluate.swaps import swaps_of
-from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.finish import finish
 from fastlinear.rewrite.fits import check_fits
 from fastlinear.rewrite.match.candidate import Candidate
@@ -36,6 +35,7 @@ from fastlinear.rewrite.plan import Plan, Rewrite
 from fastlinear.rewrite.remember import decisions_of, on_trial
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.rules.grouped_chains import OWN
+from fastlinear.rewrite.swap.modules import SwapSet
 from fastlinear.rewrite.verify.inputs import from_specs
 from fastlinear.rewrite.verify.running import LossFn
 from fastlinear.rewrite.work import Work

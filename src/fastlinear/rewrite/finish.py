@@ -19,12 +19,12 @@ from fastlinear.rewrite.evaluate.rows import asked, note_rows
 from fastlinear.rewrite.evaluate.swaps import swaps_of
 from fastlinear.rewrite.evaluate.try_compiled import RULE
 from fastlinear.rewrite.evaluate.try_graph import KeptGraph
-from fastlinear.rewrite.exchange.swap import SwapSet, is_rewritten
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import linear_modules
 from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
 from fastlinear.rewrite.result import Result
+from fastlinear.rewrite.swap.modules import SwapSet, is_rewritten
 from fastlinear.rewrite.verify.inputs import input_specs
 from fastlinear.rewrite.work import Work
 

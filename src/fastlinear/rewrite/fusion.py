@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from fastlinear.core.problem import Problem
-from fastlinear.rewrite.exchange import forwards
-from fastlinear.rewrite.exchange.sequential_forward import Segment
 from fastlinear.rewrite.match.calls import Results, SiteCalls
 from fastlinear.rewrite.match.links import Edit, Run
 from fastlinear.rewrite.match.parent import Fusable
+from fastlinear.rewrite.swap import forwards
+from fastlinear.rewrite.swap.sequential_forward import Segment
 
 if TYPE_CHECKING:
     from fastlinear.rewrite.match.candidate import Candidate

@@ -63,7 +63,7 @@ def optimize_(
     """Make a model's linear layers as fast as this machine allows, in place and reversibly.
 
     Profiles the model, finds linears (with the activation that follows), chains, gated MLPs and
-    groups of them that another backend or one call computes faster, exchanges ``forward`` on those
+    groups of them that another backend or one call computes faster, swaps ``forward`` on those
     instances, verifies outputs (in train mode also every gradient and a few optimizer steps)
     against a float64 oracle, measures the whole model before and after, and keeps only what is
     faster beyond noise. Parameters, buffers, ``state_dict`` keys, classes and hooks stay as they

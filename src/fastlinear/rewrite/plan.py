@@ -21,7 +21,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.core.settings import MODES
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.rewrite import registry
-from fastlinear.rewrite.exchange.compiled_forward import COMPILE_MODES
+from fastlinear.rewrite.swap.compiled_forward import COMPILE_MODES
 
 T = TypeVar("T")
 KIND = "plan"
@@ -55,7 +55,7 @@ class Rewrite:
             whole or a part of it; ``"compile"`` (rule ``"compiled"``) the model or a block of it
             through ``torch.compile``.
         activation_fqn: the activation module, where there is one.
-        parent_fqn: the module whose forward is exchanged on the routes ``"parent"`` and
+        parent_fqn: the module whose forward is swapped on the routes ``"parent"`` and
             ``"chain"``.
         backend: a forced forward backend, or None; of route ``"compile"`` torch.compile's mode.
         problem: the site's Problem as JSON.

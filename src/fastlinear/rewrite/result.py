@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fastlinear.core.text_table import PIPE_WIDTH, as_text
 from fastlinear.profile.table import not_followed
-from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.outcome import Outcome
+from fastlinear.rewrite.swap.modules import SwapSet
 from fastlinear.rewrite.table import render
 
 _MOST_KINDS = 8  # of weights not followed that a table shows

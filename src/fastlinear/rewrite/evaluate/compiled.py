@@ -19,11 +19,11 @@ from fastlinear.rewrite.evaluate.try_graph import (
     pair_of,
     within_memory,
 )
-from fastlinear.rewrite.exchange.compiled_forward import DEFAULT, REDUCE_OVERHEAD
-from fastlinear.rewrite.exchange.swap import Swap, SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import linear_modules
 from fastlinear.rewrite.outcome import SiteOutcome
+from fastlinear.rewrite.swap.compiled_forward import DEFAULT, REDUCE_OVERHEAD
+from fastlinear.rewrite.swap.modules import Swap, SwapSet
 from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import Work
 

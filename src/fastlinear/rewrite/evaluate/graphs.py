@@ -20,8 +20,8 @@ from fastlinear.rewrite.evaluate.try_graph import (
     untouchable,
     within_memory,
 )
-from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.swap.modules import SwapSet
 from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import Work, in_words
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from fastlinear.core.cost import Cost
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.rewrite.evaluate.groups_units import Unit, strided
-from fastlinear.rewrite.exchange.grouped_forward import parameters_of
-from fastlinear.rewrite.exchange.tower_forward import LISTS, Way, abreast, fit
 from fastlinear.rewrite.in_code import in_code_together
 from fastlinear.rewrite.rules.grouped import Seen
 from fastlinear.rewrite.rules.grouped_towers import Standing
+from fastlinear.rewrite.swap.grouped_forward import parameters_of
+from fastlinear.rewrite.swap.tower_forward import LISTS, Way, abreast, fit
 from fastlinear.rewrite.work import Work
 
 KIND = "list"

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from fastlinear.core.cost import Cost
 from fastlinear.ops.grouped_linear.op import grouped_linear
-from fastlinear.rewrite.exchange.grouped_forward import CONVOLUTION, LINEARS, call_grouped
 from fastlinear.rewrite.in_code import in_code, in_code_together
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.rules.grouped import Row
 from fastlinear.rewrite.rules.grouped_modules import Whole
+from fastlinear.rewrite.swap.grouped_forward import CONVOLUTION, LINEARS, call_grouped
 from fastlinear.rewrite.work import Work
 
 Run = Callable[[], list[Tensor]]

@@ -8,8 +8,8 @@ from fastlinear.core.compare import Verdict
 from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.evaluate.out_of_memory import code_of_verdict
 from fastlinear.rewrite.evaluate.swaps import swaps_of
-from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.swap.modules import SwapSet
 from fastlinear.rewrite.verify import model as verify
 from fastlinear.rewrite.verify.finite import NOT_FINITE, REMEDY, partly_finite
 from fastlinear.rewrite.verify.oracle import make_oracle

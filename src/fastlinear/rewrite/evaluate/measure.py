@@ -25,7 +25,7 @@ from fastlinear.ops.grouped_linear.selection import choices_of as grouped_choice
 from fastlinear.ops.linear_act.selection import choices_of
 from fastlinear.ops.mlp import problem as mlp
 from fastlinear.ops.mlp.selection import choices_of as chain_choices
-from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.swap.modules import SwapSet
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.verify.running import Runner
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from fastlinear.core.timing import Ratio
 from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.evaluate.swaps import swaps_of
-from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.swap.modules import SwapSet
 from fastlinear.rewrite.work import Work
 
 _MOST_S = 4.0

@@ -30,9 +30,9 @@ from fastlinear.rewrite.evaluate.try_graph import (
     tried,
     untouchable,
 )
-from fastlinear.rewrite.exchange.graph_forward import with_graph
-from fastlinear.rewrite.exchange.swap import Swap
 from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.swap.graph_forward import with_graph
+from fastlinear.rewrite.swap.modules import Swap
 from fastlinear.rewrite.work import UNDECIDED, Work
 
 _NAMED = 3  # parts a note calls by name

@@ -1,20 +1,20 @@
-"""From candidates to the forwards to exchange: one for each instance, whatever is fused in it."""
+"""From candidates to the forwards to swap: one for each instance, whatever is fused in it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fastlinear.rewrite.exchange import forwards
-from fastlinear.rewrite.exchange.sequential_forward import Segment, sequential_forward
-from fastlinear.rewrite.exchange.swap import Swap
 from fastlinear.rewrite.fusion import Forward, Fusion, InSequential, Whole
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.sites import inside
+from fastlinear.rewrite.swap import forwards
+from fastlinear.rewrite.swap.modules import Swap
+from fastlinear.rewrite.swap.sequential_forward import Segment, sequential_forward
 
 
 def swaps_of(candidates: Iterable[Candidate]) -> list[Swap]:
-    """The forwards to exchange for these candidates."""
+    """The forwards to swap for these candidates."""
     found: list[Swap] = []
     chains: dict[str, Fusion] = {}
     parents: dict[str, list[Candidate]] = {}

@@ -12,10 +12,10 @@ from fastlinear.core.compare import Verdict
 from fastlinear.core.memory import check, ran_out
 from fastlinear.rewrite.evaluate.swaps import swaps_of
 from fastlinear.rewrite.evaluate.try_graph import Outcome, Way, verified
-from fastlinear.rewrite.exchange.compiled_forward import CompiledForward, with_compiled
-from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import refuse_module
+from fastlinear.rewrite.swap.compiled_forward import CompiledForward, with_compiled
+from fastlinear.rewrite.swap.modules import SwapSet
 from fastlinear.rewrite.verify.inputs import Call, draw
 from fastlinear.rewrite.work import Work
 
@@ -31,7 +31,7 @@ class Arm:
     Attributes:
         names: the modules; ``""`` is the model.
         inside: the rewrites of linears inside.
-        swaps, way: how they are exchanged.
+        swaps, way: how they are swapped.
         verdicts: how the model compares with the oracle.
     """
 
@@ -63,8 +63,8 @@ def compiled_arm(
 ) -> Arm | Outcome:
     """Compile these modules with the rewrites ``inside``, and verify what that gives. Its swaps
     are added to ``made``."""
-    exchanged = with_compiled(swaps_of(inside), work.model, mode, names)
-    swaps = SwapSet(exchanged)
+    swapped = with_compiled(swaps_of(inside), work.model, mode, names)
+    swaps = SwapSet(swapped)
     if made is not None:
         made.append(swaps)
     start = time.monotonic()
@@ -75,7 +75,7 @@ def compiled_arm(
     seconds = time.monotonic() - start
     with_what = "with the other rewrites" if inside else "by itself"
     done = f"compiled ({mode}) {with_what} in {seconds:.0f} s, {told}"
-    way = Way(lambda _: exchanged, "compiled", done, RULE, ROUTE, mode)
+    way = Way(lambda _: swapped, "compiled", done, RULE, ROUTE, mode)
     verdicts = verified(work, way, swaps, inside)
     if isinstance(verdicts, Outcome):
         return verdicts

@@ -1,4 +1,4 @@
-"""Modules exchanged as a whole, on trial: recorded or compiled, verified, measured end to end."""
+"""Modules swapped as a whole, on trial: recorded or compiled, verified, measured end to end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fastlinear.rewrite.evaluate.out_of_memory import CODE as OUT_OF_MEMORY
 from fastlinear.rewrite.evaluate.out_of_memory import code_of, code_of_verdict
 from fastlinear.rewrite.evaluate.out_of_memory import in_words as in_line
 from fastlinear.rewrite.evaluate.swaps import swaps_of
-from fastlinear.rewrite.exchange.graph_forward import GraphForward, with_graph
-from fastlinear.rewrite.exchange.swap import Swap, SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.outcome import SiteOutcome
+from fastlinear.rewrite.swap.graph_forward import GraphForward, with_graph
+from fastlinear.rewrite.swap.modules import Swap, SwapSet
 from fastlinear.rewrite.verify.finite import NOT_FINITE, REMEDY
 from fastlinear.rewrite.work import Work, in_words
 
@@ -47,7 +47,7 @@ class KeptGraph:
     Attributes:
         names: the modules replayed or compiled; ``""`` is the model.
         kept: the rewrites of linears inside.
-        swaps: every forward to exchange, theirs included.
+        swaps: every forward to swap, theirs included.
         verdicts: how the model compares with the oracle.
         pair: the model as it was against this.
         outcome: what to say of it.
@@ -66,16 +66,16 @@ class KeptGraph:
 
 @dataclass(frozen=True)
 class Way:
-    """How modules are exchanged as a whole.
+    """How modules are swapped as a whole.
 
     Attributes:
-        exchange: rewrites' swaps → theirs with the whole exchanged as well.
+        swap: rewrites' swaps → theirs with the whole swapped as well.
         as_what: "as CUDA graphs", or how else, in words.
         done: "replayed as CUDA graphs", or what else is done, in words.
         rule, route, backend: as in ``plan.Rewrite``.
     """
 
-    exchange: Callable[[Sequence[Swap]], tuple[Swap, ...]]
+    swap: Callable[[Sequence[Swap]], tuple[Swap, ...]]
     as_what: str
     done: str
     rule: str
@@ -84,7 +84,7 @@ class Way:
 
 
 def untouchable(work: Work, name: str) -> Outcome | None:
-    """Why this module must not be exchanged, as far as can be told without running it."""
+    """Why this module must not be swapped, as far as can be told without running it."""
     if work.runner.device.type != "cuda":
         text = f"CUDA graphs do not exist on {work.runner.device}."
         return Outcome("refused", "needs_cuda", text)
@@ -128,11 +128,11 @@ def tried(
 ) -> KeptGraph | Outcome:
     """The model with the rewrites ``inside`` and these modules as CUDA graphs; see ``measured``."""
 
-    def exchange(base: Sequence[Swap]) -> tuple[Swap, ...]:
+    def swap(base: Sequence[Swap]) -> tuple[Swap, ...]:
         return with_graph(base, work.model, names)
 
-    way = Way(exchange, "as CUDA graphs", "replayed as CUDA graphs", RULE, ROUTE)
-    swaps = SwapSet(exchange(swaps_of(inside)))
+    way = Way(swap, "as CUDA graphs", "replayed as CUDA graphs", RULE, ROUTE)
+    swaps = SwapSet(swap(swaps_of(inside)))
 
     def run() -> KeptGraph | Outcome:
         verdicts = verified(work, way, swaps, inside)
@@ -220,9 +220,9 @@ def measured(
     if held > 0:
         text += f"; its recordings hold about {held / (1 << 20):.1f} MiB"
     outcome = Outcome("kept", "in_plan" if planned else "faster", f"{way.done}, {text}", facts)
-    exchanged = way.exchange(swaps_of(inside))
+    swapped = way.swap(swaps_of(inside))
     kind = way.rule, way.route, way.backend
-    return KeptGraph(tuple(names), inside, exchanged, verdicts, pair, outcome, *kind)
+    return KeptGraph(tuple(names), inside, swapped, verdicts, pair, outcome, *kind)
 
 
 def settle(work: Work, name: str, gain_us: float | None, outcome: Outcome, calls: int = 1) -> None:

@@ -12,8 +12,8 @@ from torch.fx import Graph
 
 from fastlinear.core.errors import FOREIGN_ERRORS
 from fastlinear.profile.graph import Observed, Untraceable, stand_in, trace
-from fastlinear.rewrite.exchange.traceable import why_not
 from fastlinear.rewrite.match.eligible import refuse_module
+from fastlinear.rewrite.swap.traceable import why_not
 
 _GIVEN = Observed.of((torch.empty(0, device="cpu"),), {})
 _TOLERANCE = 1e-9

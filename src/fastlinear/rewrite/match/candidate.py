@@ -13,11 +13,11 @@ from fastlinear.core.problem import Problem
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.op import problem_of
-from fastlinear.rewrite.exchange import forwards
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.parent import Fusable
+from fastlinear.rewrite.swap import forwards
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,21 +12,21 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from fastlinear.rewrite.exchange.forwards import (
+from fastlinear.rewrite.match.eligible import linear_kind
+from fastlinear.rewrite.match.gates import Gate
+from fastlinear.rewrite.match.links import Edit, Links, Replacement, Run, only_user
+from fastlinear.rewrite.match.towers import Abreast
+from fastlinear.rewrite.swap.forwards import (
     call_chain_of,
     call_fused_chain,
     call_fused_linear,
     call_held_of,
 )
-from fastlinear.rewrite.exchange.gated_forward import call_gate, call_gate_of, call_gate_on
-from fastlinear.rewrite.exchange.list_forward import call_list
-from fastlinear.rewrite.exchange.parts import call_parts
-from fastlinear.rewrite.exchange.row_forward import call_row
-from fastlinear.rewrite.exchange.tower_forward import Way, call_towers
-from fastlinear.rewrite.match.eligible import linear_kind
-from fastlinear.rewrite.match.gates import Gate
-from fastlinear.rewrite.match.links import Edit, Links, Replacement, Run, only_user
-from fastlinear.rewrite.match.towers import Abreast
+from fastlinear.rewrite.swap.gated_forward import call_gate, call_gate_of, call_gate_on
+from fastlinear.rewrite.swap.list_forward import call_list
+from fastlinear.rewrite.swap.parts import call_parts
+from fastlinear.rewrite.swap.row_forward import call_row
+from fastlinear.rewrite.swap.tower_forward import Way, call_towers
 
 
 def linear(name: str, activation: str, backend: str | None) -> Edit:

@@ -14,8 +14,8 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.wrappers import PLAIN
 from fastlinear.profile import observe
 from fastlinear.profile.step import is_compiled
-from fastlinear.rewrite.exchange.forwards import CONV1D_HOME, PLAIN_LINEARS
-from fastlinear.rewrite.exchange.swap import has_own_forward, is_rewritten
+from fastlinear.rewrite.swap.forwards import CONV1D_HOME, PLAIN_LINEARS
+from fastlinear.rewrite.swap.modules import has_own_forward, is_rewritten
 
 _HOOKS = {
     "_forward_hooks": "forward hook",
@@ -39,7 +39,7 @@ def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def rewritten(model: nn.Module) -> list[str]:
-    """Names of the modules whose forward fastlinear has exchanged; ``""`` is the model's own."""
+    """Names of the modules whose forward fastlinear has swapped; ``""`` is the model's own."""
     return [fqn for fqn, module in model.named_modules() if is_rewritten(module)]
 
 

@@ -12,14 +12,14 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.problem import NAME
 from fastlinear.ops.mlp.selection import problem_of
-from fastlinear.rewrite.exchange.forwards import call_mlp
-from fastlinear.rewrite.exchange.sequential_forward import Segment
 from fastlinear.rewrite.fusion import Forward, Fusion, InSequential
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.candidate import Candidate, named, weights_and_biases
 from fastlinear.rewrite.match.links import Run
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
+from fastlinear.rewrite.swap.forwards import call_mlp
+from fastlinear.rewrite.swap.sequential_forward import Segment
 
 _Layers = Callable[[Tensor, Mapping[str, Candidate]], Tensor]
 

@@ -14,10 +14,10 @@ from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.problem import NAME
 from fastlinear.ops.gated_mlp.selection import problem_of
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
-from fastlinear.rewrite.exchange.gated_forward import call_gated
 from fastlinear.rewrite.fusion import Forward, Fusion, Whole
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.written import Written
+from fastlinear.rewrite.swap.gated_forward import call_gated
 
 
 def fused_gate(

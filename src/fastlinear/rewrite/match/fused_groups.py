@@ -14,7 +14,10 @@ from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.ops.grouped_linear.selection import problem_of
 from fastlinear.profile.graph import Observed
-from fastlinear.rewrite.exchange.grouped_forward import (
+from fastlinear.rewrite.fusion import Fusion, Whole
+from fastlinear.rewrite.match.calls import SiteCalls
+from fastlinear.rewrite.match.candidate import Candidate, named
+from fastlinear.rewrite.swap.grouped_forward import (
     CHANNELS_LAST,
     LINEARS,
     Grouped,
@@ -23,9 +26,6 @@ from fastlinear.rewrite.exchange.grouped_forward import (
     grouped_forward,
     lies_channels_last,
 )
-from fastlinear.rewrite.fusion import Fusion, Whole
-from fastlinear.rewrite.match.calls import SiteCalls
-from fastlinear.rewrite.match.candidate import Candidate, named
 
 
 def fused_group(
@@ -40,7 +40,7 @@ def fused_group(
     """A convolution, a module with weights of its own, or a loop over linears, as one call.
 
     Args:
-        fqn, module: the module whose forward is exchanged.
+        fqn, module: the module whose forward is swapped.
         members: the linears of a loop, else the module itself.
         grouped: how the module computes a grouped linear layer.
         observed: its arguments in one call: one tensor.

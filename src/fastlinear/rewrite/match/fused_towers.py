@@ -16,15 +16,15 @@ from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.ops.grouped_linear.selection import problem_of
 from fastlinear.ops.linear_act import reference
-from fastlinear.rewrite.exchange.grouped_forward import stacked
-from fastlinear.rewrite.exchange.sequential_forward import sequential_forward
-from fastlinear.rewrite.exchange.tower_forward import LISTS, Layers, Way, abreast
 from fastlinear.rewrite.fusion import Forward, Fusion, InSequential
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate, weights_and_biases
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.towers import Abreast
+from fastlinear.rewrite.swap.grouped_forward import stacked
+from fastlinear.rewrite.swap.sequential_forward import sequential_forward
+from fastlinear.rewrite.swap.tower_forward import LISTS, Layers, Way, abreast
 
 UNEQUAL = "unequal_linear"
 SHARED, PARTS, OWN_INPUTS = "one input", "parts of one tensor", "inputs of their own"

@@ -13,9 +13,9 @@ import torch.fx
 from torch import nn
 from torch.fx import Node
 
-from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.match.rows import behind
 from fastlinear.rewrite.match.towers import Abreast, Tower, Towers, tower_of
+from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from fastlinear.profile import equations
-from fastlinear.rewrite.exchange.held import ADDMM, EINSUM, LINEAR, SUM, Held
+from fastlinear.rewrite.swap.held import ADDMM, EINSUM, LINEAR, SUM, Held
 
 _PRODUCTS: set[Any] = {operator.matmul, torch.matmul, torch.mm, "matmul", "mm"}
 _SUMS: set[Any] = {operator.add, operator.iadd, torch.add, "add", "add_"}

@@ -17,10 +17,6 @@ from torch import nn
 
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.graph import IN_PLACE, Observed, Ungraded, Untraceable, trace
-from fastlinear.rewrite.exchange.forwards import Forward
-from fastlinear.rewrite.exchange.guard import guarded
-from fastlinear.rewrite.exchange.parts import exactly
-from fastlinear.rewrite.exchange.traceable import why_not, why_not_arguments
 from fastlinear.rewrite.match.composed import composed
 from fastlinear.rewrite.match.eligible import Refusal, refuse_module
 from fastlinear.rewrite.match.gates import Gate, Gates
@@ -29,6 +25,10 @@ from fastlinear.rewrite.match.lists import Lists
 from fastlinear.rewrite.match.on_parameters import written_in
 from fastlinear.rewrite.match.rows import may_run_twice
 from fastlinear.rewrite.match.towers import Towers
+from fastlinear.rewrite.swap.forwards import Forward
+from fastlinear.rewrite.swap.guard import guarded
+from fastlinear.rewrite.swap.parts import exactly
+from fastlinear.rewrite.swap.traceable import why_not, why_not_arguments
 
 
 class Fusable:

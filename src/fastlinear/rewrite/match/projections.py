@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import Node
 
-from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
-from fastlinear.rewrite.exchange.held import AsLayer
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.match.on_parameters import Written
+from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
+from fastlinear.rewrite.swap.held import AsLayer
 
 _DROPOUTS = {F.dropout: "training", torch.dropout: "train"}
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx.node import Node
 
 from fastlinear.profile.graph import IN_PLACE
-from fastlinear.rewrite.exchange.parts import exactly
+from fastlinear.rewrite.swap.parts import exactly
 
 _WRITING = IN_PLACE | {operator.setitem, operator.delitem}
 

@@ -18,9 +18,9 @@ from torch.fx import Node
 
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.recognise import recognise_module
-from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.match.rows import behind, draws, may_write, written
+from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
 
 _MOVED = ("activation", "normalization", "flatten")  # modules of torch.nn that hold no such state
 

@@ -22,8 +22,6 @@ from fastlinear.ops.gated_mlp.stacking import Biases, Weights, hidden, out_featu
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.exchange.gated_forward import call_gated, gated_forward
-from fastlinear.rewrite.exchange.held import AsLayer, Held
 from fastlinear.rewrite.fusion import Fusion, Whole
 from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.match.candidate import Candidate, all_different, named, one_pass
@@ -31,6 +29,8 @@ from fastlinear.rewrite.match.eligible import refuse_linear, refuse_module
 from fastlinear.rewrite.match.fused_gates import fused_gate
 from fastlinear.rewrite.match.gated_module import recognise
 from fastlinear.rewrite.match.written import Written
+from fastlinear.rewrite.swap.gated_forward import call_gated, gated_forward
+from fastlinear.rewrite.swap.held import AsLayer, Held
 
 DROPS = "in training it drops what the gate lets through"
 

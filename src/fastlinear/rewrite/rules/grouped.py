@@ -15,8 +15,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.match.eligible import refuse_module
+from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
 
 LINEARS, SHARED = "linears", "shared_input"
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.profile.graph import TENSOR, Observed, Untraceable, trace
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.exchange.grouped_forward import CONVOLUTION, LINEARS
-from fastlinear.rewrite.exchange.swap import is_rewritten
-from fastlinear.rewrite.exchange.traceable import is_straight, unseen_by_trying, why_not
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.fused_groups import fused_group
 from fastlinear.rewrite.rules.grouped_modules import Whole
+from fastlinear.rewrite.swap.grouped_forward import CONVOLUTION, LINEARS
+from fastlinear.rewrite.swap.modules import is_rewritten
+from fastlinear.rewrite.swap.traceable import is_straight, unseen_by_trying, why_not
 
 OWN = "grouped"
 """The kind of a candidate that is no linear."""

@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from fastlinear.ops.common.activations import widened
 from fastlinear.ops.unequal_linear.op import explain
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
-from fastlinear.rewrite.exchange.tower_forward import LISTS as BY_LISTS
-from fastlinear.rewrite.exchange.tower_forward import Way
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different
 from fastlinear.rewrite.match.eligible import Refusal
@@ -25,6 +22,9 @@ from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.match.towers import Abreast, Tower, tower_of
 from fastlinear.rewrite.rules.grouped_towers import Standing
+from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
+from fastlinear.rewrite.swap.tower_forward import LISTS as BY_LISTS
+from fastlinear.rewrite.swap.tower_forward import Way
 
 
 def lists_of(model: nn.Module, sites: Iterable[LinearSite]) -> dict[str, list[tuple[str, ...]]]:

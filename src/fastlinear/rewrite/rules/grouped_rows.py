@@ -19,9 +19,6 @@ from fastlinear.ops.grouped_linear.selection import problem_of as grouped_proble
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.op import problem_of
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.exchange.grouped_forward import LINEARS, stacked
-from fastlinear.rewrite.exchange.parts import side_by_side
-from fastlinear.rewrite.exchange.row_forward import behind_one_another, together
 from fastlinear.rewrite.fusion import Forward, Fusion
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.calls import SiteCalls
@@ -36,6 +33,9 @@ from fastlinear.rewrite.match.fused_towers import PARTS, SHARED, UNEQUAL
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.grouped import Row
+from fastlinear.rewrite.swap.grouped_forward import LINEARS, stacked
+from fastlinear.rewrite.swap.parts import side_by_side
+from fastlinear.rewrite.swap.row_forward import behind_one_another, together
 
 _LAYOUT = "g ... k"
 Held = tuple[list[Tensor], list[Tensor | None]]

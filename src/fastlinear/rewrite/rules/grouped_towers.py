@@ -15,8 +15,6 @@ from fastlinear.ops.common.activations import widened
 from fastlinear.ops.unequal_linear.op import explain
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
-from fastlinear.rewrite.exchange.tower_forward import LISTS, STACKED, Way
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.eligible import Refusal
@@ -24,6 +22,8 @@ from fastlinear.rewrite.match.fused_towers import fused_towers
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.match.towers import Abreast, Tower, is_tower, tower_of
+from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
+from fastlinear.rewrite.swap.tower_forward import LISTS, STACKED, Way
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 

@@ -17,7 +17,6 @@ from fastlinear.profile.effects import class_forward
 from fastlinear.profile.observe import OTHER, Call, Observation
 from fastlinear.profile.records import LinearSite
 from fastlinear.profile.unfollowed import USED_ELSEWHERE
-from fastlinear.rewrite.exchange.sequential_forward import Segment
 from fastlinear.rewrite.match.calls import calls_of
 from fastlinear.rewrite.match.candidate import Candidate, problems_of
 from fastlinear.rewrite.match.eligible import (
@@ -30,6 +29,7 @@ from fastlinear.rewrite.match.eligible import (
 )
 from fastlinear.rewrite.match.parent import Fusable, fusable
 from fastlinear.rewrite.match.sites import FilterFn, activations_of, inside
+from fastlinear.rewrite.swap.sequential_forward import Segment
 
 RULE = "linear_act"
 

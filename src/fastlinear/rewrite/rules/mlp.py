@@ -13,14 +13,14 @@ from torch import nn
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.graph import Observed
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
-from fastlinear.rewrite.exchange.sequential_forward import Segment
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.match.fused_chains import in_forward, in_sequential
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.mlp_blocks import Blocks, Offers, Stopped, replaced
+from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
+from fastlinear.rewrite.swap.sequential_forward import Segment
 
 RULE = "mlp"
 _PASSING = (nn.Identity, nn.Dropout)  # dropout only where it does nothing

@@ -16,7 +16,6 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.profile.observe import OTHER, Call, Observation
 from fastlinear.profile.records import LinearSite
 from fastlinear.profile.sites import ON_PARAMETERS
-from fastlinear.rewrite.exchange.held import AsLayer
 from fastlinear.rewrite.match.calls import calls_of
 from fastlinear.rewrite.match.candidate import Candidate, problems_of
 from fastlinear.rewrite.match.eligible import (
@@ -28,6 +27,7 @@ from fastlinear.rewrite.match.eligible import (
 from fastlinear.rewrite.match.gates import activation_of_module
 from fastlinear.rewrite.match.parent import Fusable, fusable
 from fastlinear.rewrite.match.sites import FilterFn, activations_of, inside
+from fastlinear.rewrite.swap.held import AsLayer
 
 _INSTEAD = "As an nn.Linear, or in fl.linear_act, fl.mlp or fl.nn.MLP, it would be one."
 

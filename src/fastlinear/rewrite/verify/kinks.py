@@ -30,7 +30,7 @@ from fastlinear.ops.mlp import mlp
 from fastlinear.ops.mlp import reference as chain
 from fastlinear.ops.mlp.autograd import Formula
 from fastlinear.ops.mlp.op import by_formula
-from fastlinear.rewrite.exchange.tower_forward import abreast, layered
+from fastlinear.rewrite.swap.tower_forward import abreast, layered
 
 _FUSED = KINKED | {"relu2"}  # relu2's derivative is continuous, but its relu alone is a kink
 _RELUS = frozenset(

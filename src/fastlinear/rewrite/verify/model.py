@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fastlinear.core.compare import Verdict
 from fastlinear.core.interrupts import whole
 from fastlinear.profile.raised import PASSED_ON, raised, told
-from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.swap.modules import SwapSet
 from fastlinear.rewrite.verify.inputs import Call, draw
 from fastlinear.rewrite.verify.kinks import Sides, following
 from fastlinear.rewrite.verify.oracle import Oracle, Run

@@ -20,9 +20,9 @@ from fastlinear.core.memory import free_bytes
 from fastlinear.core.wrappers import PLAIN
 from fastlinear.profile.observe import multiplied
 from fastlinear.profile.step import eager_modules
-from fastlinear.rewrite.exchange.forwards import float64_linear
-from fastlinear.rewrite.exchange.swap import Swap, SwapSet
 from fastlinear.rewrite.match.eligible import linear_kind, linear_modules, refuse_linear
+from fastlinear.rewrite.swap.forwards import float64_linear
+from fastlinear.rewrite.swap.modules import Swap, SwapSet
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.verify.kinks import following
 from fastlinear.rewrite.verify.running import Ran, Runner, draws_random_numbers

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.ops.diagonal_linear.op import diagonal_linear
-from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.rules.diagonal.recognise import recognise
+from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
 
 LAYER_SCALE, AFFINE, LINEAR = "layer_scale", "affine", "linear"
 

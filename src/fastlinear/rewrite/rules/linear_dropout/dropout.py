@@ -24,7 +24,7 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import forward_mode, recorded, transforms_active
-from fastlinear.rewrite.exchange.forwards import (
+from fastlinear.rewrite.swap.forwards import (
     call_linear_act,
     is_hooked,
     is_plain,

@@ -1,4 +1,4 @@
-"""What lets an exchanged forward stand in for the forward of the module's class.
+"""What lets a swapped forward stand in for the forward of the module's class.
 
 It has the other's signature, documentation and source. Beside it, methods go into the instance's
 ``__dict__``, where Python and PyTorch look for them when they take a module apart: a copy of a
@@ -115,7 +115,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> Any:
 
 
 def _prepare_scriptable(self: nn.Module) -> NoReturn:
-    what = f"a {type(self).__qualname__} whose forward fastlinear has exchanged"
+    what = f"a {type(self).__qualname__} whose forward fastlinear has swapped"
     refuse_script(what, "Call revert() of the result first.")
 
 

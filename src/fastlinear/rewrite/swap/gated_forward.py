@@ -16,15 +16,15 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp.op import call, gated_linear, gated_mlp
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
 from fastlinear.profile.graph import Observed
-from fastlinear.rewrite.exchange.forwards import (
+from fastlinear.rewrite.swap.forwards import (
     PLAIN_LINEARS,
     Forward,
     is_hooked,
     overridden,
     weight_and_bias,
 )
-from fastlinear.rewrite.exchange.guard import guarded
-from fastlinear.rewrite.exchange.held import Held
+from fastlinear.rewrite.swap.guard import guarded
+from fastlinear.rewrite.swap.held import Held
 
 Path = Sequence[str] | Held
 """What leads to a linear."""

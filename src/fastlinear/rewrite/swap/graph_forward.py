@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from fastlinear.nn.graphed import Graphed, graphed, no_graph_here
-from fastlinear.rewrite.exchange.forwards import Forward, watched
-from fastlinear.rewrite.exchange.stand_in import Bound
-from fastlinear.rewrite.exchange.swap import Swap
+from fastlinear.rewrite.swap.forwards import Forward, watched
+from fastlinear.rewrite.swap.modules import Swap
+from fastlinear.rewrite.swap.stand_in import Bound
 
 
 class GraphForward(Bound):

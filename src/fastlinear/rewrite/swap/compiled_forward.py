@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fastlinear.nn.graph_modules import Modules, hooks_of
-from fastlinear.rewrite.exchange.forwards import Forward, watched
-from fastlinear.rewrite.exchange.stand_in import Bound
-from fastlinear.rewrite.exchange.swap import Swap
+from fastlinear.rewrite.swap.forwards import Forward, watched
+from fastlinear.rewrite.swap.modules import Swap
+from fastlinear.rewrite.swap.stand_in import Bound
 
 DEFAULT, REDUCE_OVERHEAD = "default", "reduce-overhead"
 COMPILE_MODES = (DEFAULT, REDUCE_OVERHEAD)
@@ -157,7 +157,7 @@ def _writes_slow_guards() -> bool:
 
     With recursive dict tags Dynamo passes over the guards of a module whose attributes are as they
     were, until the first write to one; from then on it checks them all, until it compiles anew.
-    Trials exchange forwards to and fro.
+    Trials swap forwards to and fro.
     """
     from torch._dynamo import config  # Dynamo takes a second to import
 

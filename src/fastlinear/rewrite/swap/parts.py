@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastlinear.rewrite.exchange.forwards import overridden
-from fastlinear.rewrite.exchange.grouped_forward import (
+from fastlinear.rewrite.swap.forwards import overridden
+from fastlinear.rewrite.swap.grouped_forward import (
     call_plain,
     layers_of,
     parameters_of,
     stacked,
 )
-from fastlinear.rewrite.exchange.guard import Unlike
-from fastlinear.rewrite.exchange.row_forward import recorded
+from fastlinear.rewrite.swap.guard import Unlike
+from fastlinear.rewrite.swap.row_forward import recorded
 
 
 def exactly(parts: Any, count: int) -> tuple[Any, ...]:

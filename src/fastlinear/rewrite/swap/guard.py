@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.profile.reached import MISSING, Path, function_in, reached
-from fastlinear.rewrite.exchange.forwards import (
+from fastlinear.rewrite.swap.forwards import (
     Forward,
     is_hooked,
     iterates_plainly,
     overridden,
 )
-from fastlinear.rewrite.exchange.traceable import SEQUENCES, as_it_is, same, watchable
+from fastlinear.rewrite.swap.traceable import SEQUENCES, as_it_is, same, watchable
 
 _Facts = tuple[tuple[str, Any], ...]
 

@@ -17,8 +17,8 @@ from fastlinear.ops.common.activations import widened
 from fastlinear.ops.common.calls import PLAIN
 from fastlinear.ops.grouped_linear.op import grouped_linear
 from fastlinear.ops.unequal_linear import unequal_linear
-from fastlinear.rewrite.exchange.forwards import overridden
-from fastlinear.rewrite.exchange.grouped_forward import layers_of, parameters_of, stacked
+from fastlinear.rewrite.swap.forwards import overridden
+from fastlinear.rewrite.swap.grouped_forward import layers_of, parameters_of, stacked
 
 LISTS, STACKED = "lists", "stacked"
 _LAYOUT = "g ... k"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastlinear.profile.effects import class_forward
-from fastlinear.rewrite.exchange.forwards import (
+from fastlinear.rewrite.swap.forwards import (
     Forward,
     call_linear_act,
     call_mlp,

@@ -20,13 +20,13 @@ from fastlinear.ops.common.calls import PLAIN
 from fastlinear.ops.grouped_linear.layout import features_of
 from fastlinear.ops.grouped_linear.op import call, grouped_linear
 from fastlinear.profile.graph import Observed
-from fastlinear.rewrite.exchange.forwards import (
+from fastlinear.rewrite.swap.forwards import (
     PLAIN_LINEARS,
     Forward,
     is_hooked,
     overridden,
 )
-from fastlinear.rewrite.exchange.guard import guarded
+from fastlinear.rewrite.swap.guard import guarded
 
 CONVOLUTION, WEIGHTS, LINEARS = "convolution", "weights", "linears"
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -23,8 +23,8 @@ from fastlinear.core.wrappers import PLAIN
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import linear_act
 from fastlinear.ops.mlp import mlp
-from fastlinear.rewrite.exchange.held import Held
-from fastlinear.rewrite.exchange.stand_in import mark
+from fastlinear.rewrite.swap.held import Held
+from fastlinear.rewrite.swap.stand_in import mark
 
 Forward = Callable[..., Any]
 _hooked_globally: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook

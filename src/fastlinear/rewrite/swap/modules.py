@@ -1,7 +1,7 @@
 """Swapping ``forward`` on module instances: the only change fastlinear makes to a model.
 
 A swapped forward is a plain function bound with ``types.MethodType`` and put into the instance's
-``__dict__``, beside what lets it stand in for the class's own (see ``exchange.stand_in``).
+``__dict__``, beside what lets it stand in for the class's own (see ``swap.stand_in``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from fastlinear.core.errors import InputError
 from fastlinear.core.interrupts import hold
 from fastlinear.profile.effects import class_forward
-from fastlinear.rewrite.exchange.stand_in import KEYS, is_ours, stand_in, standing_in
+from fastlinear.rewrite.swap.stand_in import KEYS, is_ours, stand_in, standing_in
 
 
 @dataclass(frozen=True)
