@@ -21,7 +21,7 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.timing import Samples, interleave
-from fastlinear.ops.common import door
+from fastlinear.ops.common import fastpath
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.diagonal_linear import cpp
 from fastlinear.ops.diagonal_linear.backends import FAMILY
@@ -446,7 +446,7 @@ def _small_call(
     with torch.set_grad_enabled(grad):
         for _ in range(3):
             run()
-        door.settle()
+        fastpath.settle()
     return run
 
 

@@ -23,7 +23,7 @@ _WORKER = """
 import json, sys, time
 import torch
 import fastlinear as fl
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 
 device, rounds = sys.argv[1], int(sys.argv[2])
 torch.manual_seed(0)
@@ -62,7 +62,7 @@ def timed(run):
 
 for call in calls.values():
     call()
-door.wait(120), door_node.wait(240)
+fastpath.wait(120), fastpath_node.wait(240)
 times = {}
 with torch.no_grad():
     for name, call in calls.items():

@@ -21,7 +21,7 @@ from benchmarks.contenders.dispatched import tune_pieces
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import Peer
 from benchmarks.harness.work import Work, make_work
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.linear_act.selection import choices_of, problem_of, tuning_order
 from fastlinear.ops.mlp import selection as mlp
 
@@ -47,7 +47,7 @@ def _tune(case: Case, device: torch.device) -> None:
     """Both regimes on a GPU: wall time outside CUDA graphs, device time inside."""
     tune_pieces(tuning_order, linear_act.problem_of(case), device)
     if case.dim("L") > 1:
-        door.wait(door.PATIENCE_S)
+        fastpath.wait(fastpath.PATIENCE_S)
         tune_pieces(mlp.tuning_order, linear_act.chain_of(case), device)
 
 
@@ -63,10 +63,10 @@ def _chosen(case: Case, work: Work, captured: bool) -> dict[str, str]:
     return {c.problem.piece: f"{c.backend.name} ({c.source})" for c in made}
 
 
-def _await_door(case: Case, device: torch.device) -> None:
-    """There is nothing to tune, but calls are not timed before the compiled door is there."""
-    door.wait(door.PATIENCE_S)
-    door_node.wait(door.PATIENCE_S)
+def _await_fastpath(case: Case, device: torch.device) -> None:
+    """There is nothing to tune, but calls are not timed before the compiled fast path is there."""
+    fastpath.wait(fastpath.PATIENCE_S)
+    fastpath_node.wait(fastpath.PATIENCE_S)
 
 
 KINDS: dict[str, Kind] = {
@@ -79,7 +79,7 @@ KINDS: dict[str, Kind] = {
     ),
     "grouped_linear": Kind(groups.make_work, groups.peers, groups.chosen, groups.tune),
     "ragged_linear": Kind(ragged.make_work, ragged.peers, ragged.chosen),
-    "unequal_linear": Kind(unequal.make_work, unequal.peers, unequal.chosen, _await_door),
+    "unequal_linear": Kind(unequal.make_work, unequal.peers, unequal.chosen, _await_fastpath),
     "gated_mlp": Kind(gated.make_work, gated.peers, gated.chosen, gated.tune),
     "graphed": Kind(graphed.make_work, graphed.peers),
     "model": Kind(models.make_work, models.peers, lambda case, work, _: work.chosen()),

@@ -32,7 +32,7 @@ from torch import Tensor
 from fastlinear.core.compare import DEFAULT_FACTOR, relative_error, unit_rounding
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.dispatch.backend import families, family
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.common.activations import widened
 from fastlinear.ops.declared import load_all
 
@@ -165,7 +165,8 @@ class Case:
             self.told.append(f"{mode} {self.backend or ''}".strip())
             if self.rng.random() < 0.1:
                 self._by_threads(pool, mode)
-            for _ in range(self.rng.choice((1, 1, 3))):  # the compiled door takes repeated calls
+            # the compiled fast path takes repeated calls
+            for _ in range(self.rng.choice((1, 1, 3))):
                 self._judge(pool, mode, self.tensors)
 
     def _change(self) -> None:
@@ -322,7 +323,8 @@ def run(op: str, seed: int, pool: Pool, backend: str | None = None) -> str | Non
     """
     case = None
     pool.case = " ".join(["--case", op, str(seed), backend or ""]).strip()
-    _ = door.wait() and door_node.wait()  # from here on calls of a kind always take the same path
+    # from here on calls of a kind always take the same path
+    _ = fastpath.wait() and fastpath_node.wait()
     try:
         case = Case(op, seed)
         case.backend = backend

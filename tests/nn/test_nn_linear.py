@@ -16,7 +16,7 @@ import fastlinear as fl
 from fastlinear.core.errors import InputError
 from fastlinear.core.timing import interleave
 from fastlinear.op.front import no_table
-from fastlinear.ops.common import door
+from fastlinear.ops.common import fastpath
 from fastlinear.ops.linear_act.spec import FRONT
 
 
@@ -210,7 +210,7 @@ def test_training_reaches_the_same_weights() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("through", "most_us"), [("door", 1.0), ("python", 12.0)])
+@pytest.mark.parametrize(("through", "most_us"), [("fastpath", 1.0), ("python", 12.0)])
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 def test_python_overhead(
     grad: bool, through: str, most_us: float, monkeypatch: pytest.MonkeyPatch
@@ -225,13 +225,13 @@ def test_python_overhead(
     linear, act, x = nn.Linear(16, 16), nn.ReLU(), torch.randn(4, 16)
     linear.requires_grad_(grad)
     layer = fl.nn.Linear.from_linear(linear, "relu")
-    if through == "door":
-        if not door.wait():
-            pytest.skip(f"no compiled door here: {door.reason_not()}")
+    if through == "fastpath":
+        if not fastpath.wait():
+            pytest.skip(f"no compiled fast path here: {fastpath.reason_not()}")
         layer(x)
         assert FRONT.table is not no_table
     else:
-        monkeypatch.setattr(door, "table", lambda _: None)
+        monkeypatch.setattr(fastpath, "table", lambda _: None)
         monkeypatch.setattr(FRONT, "table", no_table)
     lowest = []
     for _ in range(3):

@@ -28,7 +28,7 @@ from fastlinear.op.command import Command, Option, Request
 from fastlinear.op.front import Front, public
 from fastlinear.op.registered import Traced, register
 from fastlinear.op.spec import Arguments, OpSpec, Resolved
-from fastlinear.ops.common import door
+from fastlinear.ops.common import fastpath
 
 RAN: list[str] = []
 
@@ -187,11 +187,11 @@ def test_calls_and_gradients() -> None:
 
 
 def test_a_warm_call_is_the_tables() -> None:
-    if not door.wait(120):
-        pytest.skip(str(door.reason_not()))
+    if not fastpath.wait(120):
+        pytest.skip(str(fastpath.reason_not()))
     for _ in range(3):
         toy(X, W, mode="times")
-    table = door.table("toy")
+    table = fastpath.table("toy")
     assert table is not None
     assert torch.equal(table.call(X, W, None, "times", None), X * W)
     assert table.call(X, W, None, "plus", None) is None

@@ -1,12 +1,12 @@
-"""For tests of what the compiled door records and runs."""
+"""For tests of what the compiled fast path records and runs."""
 
 from __future__ import annotations
 
 import pytest
 
-from fastlinear.ops.common import door_node
+from fastlinear.ops.common import fastpath_node
 
 needs_nodes = [
-    pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ nodes here"),
+    pytest.mark.skipif(fastpath_node.reason_not() is not None, reason="no C++ nodes here"),
     pytest.mark.usefixtures("nodes_built"),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from contract import Contract
 
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 
 
 @pytest.fixture
@@ -16,6 +16,6 @@ def contract() -> Contract:
 
 @pytest.fixture(scope="session")
 def nodes_built() -> None:
-    """The compiled door and its nodes are loaded."""
-    assert door.wait(), door.reason_not()
-    assert door_node.wait(), door_node.reason_not()
+    """The compiled fast path and its nodes are loaded."""
+    assert fastpath.wait(), fastpath.reason_not()
+    assert fastpath_node.wait(), fastpath_node.reason_not()

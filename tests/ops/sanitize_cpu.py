@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fastlinear.core.errors import UnsupportedError
-from fastlinear.ops.common import cpp_build, door, door_library, door_node
+from fastlinear.ops.common import cpp_build, fastpath, fastpath_library, fastpath_node
 from fastlinear.ops.common.compiler import Compiler
 
 HERE = Path(__file__).resolve().parent
@@ -60,17 +60,17 @@ def _library(name: str) -> Path | None:
 
 def kernels() -> list[Path]:
     """The C++ sources that ``cpp_build`` compiles."""
-    door_sources = {door_library.DOOR.source, door_library.NODE.source}
-    return sorted(p for p in OPS.rglob("*.cpp") if p not in door_sources)
+    fastpath_sources = {fastpath_library.FASTPATH.source, fastpath_library.NODE.source}
+    return sorted(p for p in OPS.rglob("*.cpp") if p not in fastpath_sources)
 
 
-def build_doors() -> None:
-    """Compile the door and the node, however long that takes."""
-    for library in (door_library.DOOR, door_library.NODE):
-        command = door_library.command(library)
+def build_fast_paths() -> None:
+    """Compile the fast path and the node, however long that takes."""
+    for library in (fastpath_library.FASTPATH, fastpath_library.NODE):
+        command = fastpath_library.command(library)
         print(f"compiling {library.source.name}", flush=True)
-        places = door_library.places(command, library)
-        door_library.compiled(Compiler(polite=False), command, places, library.source.name)
+        places = fastpath_library.places(command, library)
+        fastpath_library.compiled(Compiler(polite=False), command, places, library.source.name)
 
 
 def wrong(seconds: float) -> Iterator[str]:
@@ -98,12 +98,12 @@ def wrong(seconds: float) -> Iterator[str]:
 def work(seconds: float) -> int:
     """Build, load and call everything; 1 where a result is wrong or nothing could be loaded."""
     os.environ.pop("LD_PRELOAD", None)  # not for the compiler
-    build_doors()
+    build_fast_paths()
     for source in kernels():
         why = cpp_build.why_not_loaded(source)  # some are for processors that this is none of
         print(f"loading {source.name}: {'ok' if why is None else why.partition(chr(10))[0]}")
-    if not (door.wait() and door_node.wait()):
-        print(door.reason_not() or door_node.reason_not())
+    if not (fastpath.wait() and fastpath_node.wait()):
+        print(fastpath.reason_not() or fastpath_node.reason_not())
         return 1
     failures = 0
     for told in wrong(seconds):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fastlinear as fl
 from fastlinear.core.errors import FastlinearError
 from fastlinear.dispatch.backend import family
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.grouped_linear.layout import LAYOUTS
 
 G, K, N = 3, 5, 4
@@ -128,7 +128,7 @@ def test_a_result_in_training_is_changed_in_place(name: str, autocast: bool) -> 
     changed_in_training(name, autocast)
 
 
-@pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ nodes here")
+@pytest.mark.skipif(fastpath_node.reason_not() is not None, reason="no C++ nodes here")
 @pytest.mark.usefixtures("nodes_built")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_also_where_nodes_record_it(name: str) -> None:
@@ -216,10 +216,10 @@ def test_also_compiled() -> None:
         torch.testing.assert_close(gradients(y, given), want)
 
 
-def test_the_door_serves_these() -> None:
+def test_the_fast_path_serves_these() -> None:
     """Else the tests above would all be of the same path."""
     layer = fl.nn.GroupedLinear(G, K, N)
     x = torch.randn(4, G * K)
     for _ in range(3):
         layer(x)
-    assert door.reason_not() is not None or door.table("grouped_linear") is not None
+    assert fastpath.reason_not() is not None or fastpath.table("grouped_linear") is not None

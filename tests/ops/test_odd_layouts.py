@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.core.errors import InputError
-from fastlinear.ops.common import door
+from fastlinear.ops.common import fastpath
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -129,9 +129,9 @@ def test_other_errors_of_pytorch_stay_what_they_are(monkeypatch: pytest.MonkeyPa
     assert not isinstance(caught.value, InputError)
 
 
-@pytest.mark.skipif(door.reason_not() is not None, reason=str(door.reason_not()))
-def test_the_compiled_door_leaves_them_to_python() -> None:
-    assert door.wait(300)
+@pytest.mark.skipif(fastpath.reason_not() is not None, reason=str(fastpath.reason_not()))
+def test_the_compiled_fast_path_leaves_them_to_python() -> None:
+    assert fastpath.wait(300)
     for name, (op, operands) in OPS.items():
         for _ in range(3):
             op(**operands)

@@ -16,7 +16,7 @@ import torch
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.dispatch.backend import families, family
-from fastlinear.ops.common import cpp_build, door_library, library_store
+from fastlinear.ops.common import cpp_build, fastpath_library, library_store
 from fastlinear.ops.declared import load_all
 
 
@@ -188,13 +188,13 @@ def test_the_builder_sanitizes_and_keeps_both_kinds_of_libraries(tmp_path: Path)
     assert {path.name for path in kept} == {plain, sanitized}
 
 
-def test_the_door_and_all_kernels_are_sanitized(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = door_library.command(door_library.NODE)
-    before = door_library.places(command, door_library.NODE)
+def test_the_fast_path_and_all_kernels_are_sanitized(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = fastpath_library.command(fastpath_library.NODE)
+    before = fastpath_library.places(command, fastpath_library.NODE)
     monkeypatch.setenv("FASTLINEAR_SANITIZE", "address,undefined")
-    sanitized = door_library.command(door_library.NODE)
+    sanitized = fastpath_library.command(fastpath_library.NODE)
     assert set(sanitized) - set(command) == set(cpp_build.sanitizers())
-    assert door_library.places(sanitized, door_library.NODE) != before
+    assert fastpath_library.places(sanitized, fastpath_library.NODE) != before
     names = {path.name for path in sanitize_cpu.kernels()}
     assert {"elementwise.cpp", "grouped.cpp", "mlp.cpp", "unequal.cpp"} <= names
-    assert not names & {"door.cpp", "door_node.cpp"}
+    assert not names & {"fastpath.cpp", "fastpath_node.cpp"}

@@ -22,7 +22,7 @@ from fastlinear.dispatch.explain import Explanation
 from fastlinear.dispatch.select import Choice
 from fastlinear.op import library
 from fastlinear.op.spec import Arguments, OpSpec, Resolved, first, leaves, mapped
-from fastlinear.ops.common import calls, door, door_node
+from fastlinear.ops.common import calls, fastpath, fastpath_node
 from fastlinear.ops.common.layouts import carried
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -69,8 +69,9 @@ class Front:
         self.flat = not spec.sequences and all(isinstance(n, str) for n in spec.operands)
         self.call: Callable[..., Any] = _entry(self, len(spec.options))
         cache.on_change(self.forget)
-        door.on_ready(self.plans.clear)  # those seen before are made anew, and put into the table
-        door_node.on_ready(self.clear_table)
+        # those seen before are made anew, and put into the table
+        fastpath.on_ready(self.plans.clear)
+        fastpath_node.on_ready(self.clear_table)
 
     def run(self, *arguments: Any) -> Any:
         """``call`` of tensors that exist although a compiler traces: it may run a registered op to
@@ -178,11 +179,11 @@ class Front:
 
         The table's facts tell more calls apart than a key here does.
         """
-        table = door.table(self.spec.name)
+        table = fastpath.table(self.spec.name)
         if table is None:
             return
         self.table = table.call
-        if (first(arguments).is_cuda and not door.serves_cuda()) or not table.wants(*arguments):
+        if (first(arguments).is_cuda and not fastpath.serves_cuda()) or not table.wants(*arguments):
             return
         made = None if found.record is None else found.record(*arguments[:3])
         table.admit(*arguments, made or found.in_table)
@@ -261,7 +262,7 @@ class Front:
 
         Plans stay. A checkpoint counts on the same autograd nodes for a call and its repetition.
         """
-        table = door.table(self.spec.name) if self.table is not no_table else None
+        table = fastpath.table(self.spec.name) if self.table is not no_table else None
         if table is not None:
             table.clear()
 

@@ -1,4 +1,4 @@
-"""The single door to torch.library: every op fastlinear registers goes through here.
+"""The only way to torch.library: every op fastlinear registers goes through here.
 
 Registered ops serve ``torch.compile`` and export. Eager calls do not pass here, because a
 registered op costs microseconds a call that small layers cannot spare.

@@ -117,7 +117,7 @@ LAYERS: list[tuple[Layer, str]] = [
 @pytest.mark.parametrize(("layer", "backend"), LAYERS, ids=lambda v: getattr(v, "__name__", v))
 @pytest.mark.parametrize("name", NAMES)
 def test_layers(name: str, layer: Layer, backend: str) -> None:
-    """Every call until its kind is known to the compiled door."""
+    """Every call until its kind is known to the compiled fast path."""
     for _ in range(4):
         b = PRE.clone().requires_grad_()
         try:

@@ -17,16 +17,18 @@ from torch import Tensor
 import fastlinear as fl
 from fastlinear.core.errors import InputError
 from fastlinear.core.settings import kept_bytes
-from fastlinear.ops.common import door, door_node, kept_memory
+from fastlinear.ops.common import fastpath, fastpath_node, kept_memory
 
-pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ library here")
+pytestmark = pytest.mark.skipif(
+    fastpath_node.reason_not() is not None, reason="no C++ library here"
+)
 ROWS, FEATURES = 8192, 1024
 SIZE = 4 * ROWS * FEATURES  # bytes in float32
 
 
 @pytest.fixture(autouse=True)
 def _library() -> Iterator[None]:
-    assert door_node.wait(), door_node.reason_not()
+    assert fastpath_node.wait(), fastpath_node.reason_not()
     fl.release_memory()
     yield
     fl.release_memory()
@@ -59,7 +61,7 @@ def test_results_that_are_kept_get_no_new_pages() -> None:
 
     for _ in range(3):
         step()
-        door.settle()
+        fastpath.settle()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(4):
         found = step()
@@ -109,8 +111,8 @@ def test_what_is_kept_stands_in_no_ones_way() -> None:
     """Where memory may not grow any more, what is idle makes room."""
     script = """
 import resource, torch, fastlinear as fl
-from fastlinear.ops.common import door_node, kept_memory
-assert door_node.wait()
+from fastlinear.ops.common import fastpath_node, kept_memory
+assert fastpath_node.wait()
 tensors = [kept_memory.empty((10 << 20,), torch.float32) for _ in range(8)]
 del tensors
 with open("/proc/self/statm") as f:
@@ -140,8 +142,8 @@ def test_a_much_larger_block_is_left_for_larger_results() -> None:
 def test_no_more_is_kept_than_allowed() -> None:
     script = """
 import torch, fastlinear as fl
-from fastlinear.ops.common import door_node, kept_memory
-assert door_node.wait()
+from fastlinear.ops.common import fastpath_node, kept_memory
+assert fastpath_node.wait()
 tensors = [kept_memory.empty((4096, 4096), torch.float32) for _ in range(3)]
 del tensors
 print(fl.release_memory() >> 20)
@@ -167,8 +169,8 @@ def test_malloc_keeps_smaller_results() -> None:
     """Steps of three results of 23 MiB have no new pages, unless somebody has decided on malloc."""
     script = """
 import resource, torch, fastlinear as fl
-from fastlinear.ops.common import door, door_node
-assert door.wait() and door_node.wait()  # a compiler's start has pages copied
+from fastlinear.ops.common import fastpath, fastpath_node
+assert fastpath.wait() and fastpath_node.wait()  # a compiler's start has pages copied
 w = torch.ones(4096, requires_grad=True)
 for _ in range(4):  # the first call that is recorded
     fl.diagonal_linear(torch.ones(64, 4096), w, backend="cpp").sum().backward()
@@ -212,7 +214,7 @@ def test_a_limit_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTLINEAR_KEEP_MIB", "plenty")
     with pytest.raises(InputError, match=r"FASTLINEAR_KEEP_MIB.*whole number of MiB"):
         kept_bytes()
-    script = "from fastlinear.ops.common import door_node as d; print(d.wait(), d.reason_not())"
+    script = "from fastlinear.ops.common import fastpath_node as d; print(d.wait(), d.reason_not())"
     said = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""Which launches of Triton kernels the compiled door takes."""
+"""Which launches of Triton kernels the compiled fast path takes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PLAIN: dict[str, Any] = {"x": "*fp32", "y": "*fp32", "M": "i32", "BLOCK": "const
         (PLAIN, {"global_scratch_size": 128}, False),
     ],
 )
-def test_only_plain_pointers_and_integers_go_through_the_door(
+def test_only_plain_pointers_and_integers_go_through_the_fast_path(
     monkeypatch: pytest.MonkeyPatch,
     signature: dict[str, Any],
     metadata: dict[str, Any],
@@ -54,7 +54,7 @@ def test_only_plain_pointers_and_integers_go_through_the_door(
 ) -> None:
     monkeypatch.setattr(triton_launch, "_DIRECT", True)
     launch = _launch(signature, (7, 64), **metadata)
-    assert (launch.in_door((0, 1)) is not None) is served
+    assert (launch.in_fastpath((0, 1)) is not None) is served
 
 
 def test_arguments_inside_of_tuples_come_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,14 +68,14 @@ def test_arguments_inside_of_tuples_come_in_their_order(monkeypatch: pytest.Monk
         "sizes": ("i32", "constexpr", "i32"),
     }
     launch = _launch(signature, ((5, 64, 9),))
-    found = launch.in_door((0, (1, 2), (None, 3), 4))
+    found = launch.in_fastpath((0, (1, 2), (None, 3), 4))
     assert found is not None
     assert [number for _, number in found.tensors] == [0, 1, 2, 3, 4]
     _, slots, arguments, _ = found.memory
     assert [a.value for a in arguments] == [None] * 5 + [5, 9, None, None]
     places = {ctypes.addressof(argument) for argument, _ in found.tensors}
     assert places == set(slots[:5])
-    assert _launch(PLAIN | {"M": ("fp32",)}, ((7,), 64)).in_door((0, 1)) is None
+    assert _launch(PLAIN | {"M": ("fp32",)}, ((7,), 64)).in_fastpath((0, 1)) is None
 
 
 def test_descriptors_are_the_maps_that_triton_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_descriptors_are_the_maps_that_triton_encodes(monkeypatch: pytest.Monkey
     x = torch.empty(300, 256, dtype=torch.bfloat16)[:, :192]
     y = torch.empty(300, 96, dtype=torch.bfloat16, device="meta")
     launch = _launch(signature, (300,), tensordesc_meta=meta)
-    found = launch.in_door((4, 5, 6, None), {0: x, 2: y, 3: y})
+    found = launch.in_fastpath((4, 5, 6, None), {0: x, 2: y, 3: y})
     assert found is not None
     assert [number for _, number in found.tensors] == [4, 5, 6]
     _, slots, arguments, _ = found.memory
@@ -117,5 +117,5 @@ def test_descriptors_are_the_maps_that_triton_encodes(monkeypatch: pytest.Monkey
     assert kinds == [(9, 2, x.data_ptr())] * 2
     assert encoded[0][3:] == [[192, 300], [512], [64, 128], [1, 1], 0, 3, 2, 0]
     assert encoded[1][3:] == [[96, 300], [192], [32, 16], [1, 1], 0, 3, 2, 0]
-    assert _launch(signature, (300,), tensordesc_meta=meta).in_door((4, 5, 6, None)) is None
-    assert _launch(signature, (300,)).in_door((4, 5, 6, None), {0: x, 2: y}) is None
+    assert _launch(signature, (300,), tensordesc_meta=meta).in_fastpath((4, 5, 6, None)) is None
+    assert _launch(signature, (300,)).in_fastpath((4, 5, 6, None), {0: x, 2: y}) is None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fastlinear as fl
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 
 pytestmark = pytest.mark.gpu
 SIZES = ((1, 16), (64, 1024), (4096, 512), (32768, 160))
@@ -21,9 +21,9 @@ SIZES = ((1, 16), (64, 1024), (4096, 512), (32768, 160))
 
 @pytest.fixture(autouse=True, scope="module")
 def ready() -> None:
-    """The compiled door and its nodes, which launch early."""
-    door.wait(120)
-    door_node.wait(180)
+    """The compiled fast path and its nodes, which launch early."""
+    fastpath.wait(120)
+    fastpath_node.wait(180)
 
 
 def exact(x: Tensor, w: Tensor, b: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.library import opcheck
 import fastlinear as fl
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError, UnsupportedError
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.diagonal_linear import cpp
@@ -343,9 +343,9 @@ def test_tracing_sees_torchs_ops() -> None:
     assert "aten.mul" in graph.code
 
 
-def test_through_the_compiled_door() -> None:
-    if not door.wait(120):
-        pytest.skip(f"no door here: {door.reason_not()}")
+def test_through_the_compiled_fast_path() -> None:
+    if not fastpath.wait(120):
+        pytest.skip(f"no fast path here: {fastpath.reason_not()}")
     x, w, b, r = draw(300, 200), draw(200), draw(200), draw(300, 200)
     FRONT.forget()
     for _ in range(3):
@@ -379,8 +379,8 @@ def test_cpp_calls_run_without_python(
     shape: tuple[int, ...], grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a call is known, neither direction comes back to the backend's Python function."""
-    if not (door.wait(120) and door_node.wait(180)):
-        pytest.skip(f"no nodes here: {door.reason_not() or door_node.reason_not()}")
+    if not (fastpath.wait(120) and fastpath_node.wait(180)):
+        pytest.skip(f"no nodes here: {fastpath.reason_not() or fastpath_node.reason_not()}")
     x, r, dy = (draw(*shape) for _ in range(3))
     if len(shape) == 2:  # rows apart
         x = torch.cat([x, x], dim=1)[:, : shape[1]]
@@ -411,8 +411,8 @@ def test_cpp_calls_run_without_python(
 )
 def test_training_calls_become_one_node(device: str, backend: str) -> None:
     """In C++ where it can be built: the same gradients, the same error for a changed input."""
-    if not (door.wait(120) and door_node.wait(180)):
-        pytest.skip(f"no nodes here: {door.reason_not() or door_node.reason_not()}")
+    if not (fastpath.wait(120) and fastpath_node.wait(180)):
+        pytest.skip(f"no nodes here: {fastpath.reason_not() or fastpath_node.reason_not()}")
     shape = (300, 200)
     x, r, dy, w, b = (draw(*s).to(device) for s in (shape, shape, shape, (200,), (200,)))
     for t in (x, r, w, b):

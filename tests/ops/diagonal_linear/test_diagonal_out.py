@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.core.errors import InputError
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.diagonal_linear import reference
 from fastlinear.ops.diagonal_linear.spec import OUT
 
@@ -75,10 +75,10 @@ def test_what_out_held_is_known_to_be_gone(backend: str | None) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["none", "gelu"])
-def test_out_through_the_door(backend: str | None, name: str) -> None:
+def test_out_through_the_fast_path(backend: str | None, name: str) -> None:
     """The same values, checks and version as in Python, and without Python where a program is."""
-    if not (door.wait(120) and door_node.wait(300)):
-        pytest.skip("no compiled door here")
+    if not (fastpath.wait(120) and fastpath_node.wait(300)):
+        pytest.skip("no compiled fast path here")
     for rows, residual in itertools.product((4, 40), (False, True)):
         w, b = draw(30), draw(30)
         for turn in range(4):
@@ -103,8 +103,8 @@ def test_out_through_the_door(backend: str | None, name: str) -> None:
 
 
 def test_calls_into_out_need_no_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not (door.wait(120) and door_node.wait(300)):
-        pytest.skip("no compiled door here")
+    if not (fastpath.wait(120) and fastpath_node.wait(300)):
+        pytest.skip("no compiled fast path here")
     x, w, b, out = draw(7, 30), draw(30), draw(30), torch.empty(7, 30)
     for backend in ("cpp", "addcmul"):
         for _ in range(2):

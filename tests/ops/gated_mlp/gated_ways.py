@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastlinear.ops.common import door
+from fastlinear.ops.common import fastpath
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp import cuda, programs, reference
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP
@@ -62,7 +62,7 @@ def same(a: Any, b: Any) -> None:
 
 
 class Way:
-    """Calls of one formula through the door; ``python`` says whether it may run in Python."""
+    """Calls of one formula through the fast path; ``python`` says whether it may run in Python."""
 
     def __init__(self, formula: Formula, given: Sequence[Tensor | None]) -> None:
         self.python = True
@@ -78,7 +78,7 @@ class Way:
         names = formula.forward_name, formula.backward_name
         rest = formula.activation, formula.order, formula.save_pre
         self.formula = Formula(*rest, watched(formula.run), watched(formula.backward), *names)
-        table = door.table("gated_mlp.test")
+        table = fastpath.table("gated_mlp.test")
         assert table is not None
         self.table = table
         table.clear()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastlinear.dispatch.backend import family
-from fastlinear.ops.common import door
+from fastlinear.ops.common import fastpath
 from fastlinear.ops.gated_mlp import cpp, programs
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP
 from fastlinear.ops.gated_mlp.problem import problem
@@ -56,7 +56,7 @@ class Calls:
 
         self.plain = Formula("gelu", order, save, forward, backward, name, name)
         formula = Formula("gelu", order, save, forward, watched, name, name)
-        table = door.table("gated_mlp.test")
+        table = fastpath.table("gated_mlp.test")
         assert table is not None
         self.table = table
         table.clear()

@@ -21,9 +21,9 @@ from gated_ways import BIASES, ORDERS, Way, derive, draw, formula_of, reference_
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.door_launch import DoorLaunch
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch
 from fastlinear.ops.gated_mlp import bias_sums, cuda, launches, programs
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP
 from fastlinear.ops.gated_mlp.cuda_plans import Plan
@@ -141,7 +141,7 @@ def passes(arguments: Sequence[Any], activation: str, order: str, *, backward: b
     plan: Any = stand(launches._tensors(arguments), backward_run if backward else forward_run)
     where = plan.launch._handle, plan.launch._config_ref, plan.launch._slots_ref
     slots = list(zip(plan.slots, arguments, strict=True))
-    return launches._placed(DoorLaunch(*where, (), (), plan), slots)
+    return launches._placed(FastpathLaunch(*where, (), (), plan), slots)
 
 
 @pytest.fixture
@@ -172,12 +172,12 @@ def _stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def replace(*_: int) -> int:
         return 1
 
-    library = door_node._build.loaded
+    library = fastpath_node._build.loaded
     assert library is not None
     library.fastlinear_node_cuda(None, ctypes.cast(launch, pointer), ctypes.cast(replace, pointer))
     yield
     for name in ("gated_mlp.test", "gated_mlp"):
-        table = door.table(name)
+        table = fastpath.table(name)
         assert table is not None
         table.clear()
     library.fastlinear_node_cuda(None, None, None)
@@ -273,7 +273,7 @@ def test_dy_has_a_launch_of_its_own_only_where_nothing_else_is_asked_for() -> No
 @pytest.mark.usefixtures("_stood_in")
 @pytest.mark.parametrize("order", [*ORDERS, "interleaved"])
 def test_calls_without_gradients(order: str) -> None:
-    table = door.table("gated_mlp.test")
+    table = fastpath.table("gated_mlp.test")
     assert table is not None
 
     def fails(*_: Any) -> Any:

@@ -13,7 +13,7 @@ from hopper_only import on_hopper
 from torch import Tensor
 
 import fastlinear as fl
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.gated_mlp import cuda
 from fastlinear.ops.gated_mlp.spec import FRONT
 
@@ -29,8 +29,8 @@ ON_DEVICE: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "sizes":
 class TestOnHopper:
     @pytest.fixture(autouse=True)
     def _ready(self) -> None:
-        assert door.serves_cuda()
-        assert door_node.serves_cuda()
+        assert fastpath.serves_cuda()
+        assert fastpath_node.serves_cuda()
 
     @pytest.mark.parametrize("save", [True, False])
     @pytest.mark.parametrize("bias", BIASES)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import programs
 from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear
@@ -73,7 +73,7 @@ def formula_of(forward: str, backward: str, activation: str, layout: str) -> For
 
 
 class Way:
-    """Calls of one formula through the door; ``python`` says whether it may run in Python."""
+    """Calls of one formula through the fast path; ``python`` says whether it may run in Python."""
 
     def __init__(self, formula: Formula, given: Sequence[Any]) -> None:
         self.python = True
@@ -88,7 +88,7 @@ class Way:
 
         run, backward = watched(formula.run), watched(formula.backward)
         self.formula = replace(formula, run=run, backward=backward)
-        table = door.table("grouped_linear.test")
+        table = fastpath.table("grouped_linear.test")
         assert table is not None
         self.table = table
         table.clear()
@@ -124,7 +124,7 @@ def fails(*_: Any) -> Any:
 
 def compare_inference(backend: str, activation: str, layout: str, given: Sequence[Any]) -> None:
     """A call without gradients: a program's result against Python's."""
-    table = door.table("grouped_linear.test")
+    table = fastpath.table("grouped_linear.test")
     assert table is not None
     table.clear()
     run = formula_of(backend, "eager", activation, layout).run
@@ -189,11 +189,11 @@ def python_driver() -> Iterator[None]:
         ctypes.c_uint64.from_address(where).value = address
         return 0
 
-    library = door_node._build.loaded
+    library = fastpath_node._build.loaded
     assert library is not None
     library.fastlinear_node_cuda(None, ctypes.cast(launch, pointer), ctypes.cast(replace, pointer))
     yield
-    table = door.table("grouped_linear.test")
+    table = fastpath.table("grouped_linear.test")
     assert table is not None
     table.clear()
     library.fastlinear_node_cuda(None, None, None)

@@ -22,8 +22,8 @@ from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.dispatch.backend import family
-from fastlinear.ops.common import door, door_node
-from fastlinear.ops.common.door_launch import DoorLaunch
+from fastlinear.ops.common import fastpath, fastpath_node
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import programs, reference
 from fastlinear.ops.grouped_linear.autograd import GroupedLinear
@@ -108,7 +108,7 @@ def test_x_of_any_strides() -> None:
 
 @pytest.fixture
 def _interpreted(_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches of Triton run by the door under the interpreter."""
+    """Launches of Triton run by the fast path under the interpreter."""
     from fastlinear.ops.common.triton_launch import Launch
 
     python, known = Launch.__call__, dict[int, Any]()
@@ -117,7 +117,7 @@ def _interpreted(_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
         known[id(self)] = self, tensors
         python(self, *tensors)
 
-    def in_door(self: Launch, numbers: Any, described: Any = None) -> DoorLaunch | None:
+    def in_fastpath(self: Launch, numbers: Any, described: Any = None) -> FastpathLaunch | None:
         if id(self) not in known:
             return None
         like = known[id(self)][1]
@@ -134,10 +134,10 @@ def _interpreted(_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
         slots = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         pairs = zip(arguments, numbers, strict=True)
         places = tuple((a, n) for a, n in pairs if n is not None)
-        return DoorLaunch(*stood(run, slots), places, (), arguments)
+        return FastpathLaunch(*stood(run, slots), places, (), arguments)
 
     monkeypatch.setattr(Launch, "__call__", call)
-    monkeypatch.setattr(Launch, "in_door", in_door)
+    monkeypatch.setattr(Launch, "in_fastpath", in_fastpath)
 
 
 @needs_interpreter
@@ -193,7 +193,7 @@ def test_what_stays_in_python() -> None:
 def test_small_steps_are_ours_where_nodes_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     first: list[str] = []
     for why in (None, "no compiler"):
-        monkeypatch.setattr(door_node, "reason_not", lambda why=why: why)
+        monkeypatch.setattr(fastpath_node, "reason_not", lambda why=why: why)
         for m, captured in ((64, False), (64, True), (1 << 16, False)):
             kind: Any = {"dtype": "bfloat16", "device": "cuda", "needs_grad": True}
             p = problem("step", m, 8, 100, 100, captured=captured, **kind)
@@ -228,8 +228,8 @@ KINDS = (
 class TestOnHopper:
     @pytest.fixture(autouse=True)
     def _ready(self) -> None:
-        assert door.serves_cuda()
-        assert door_node.serves_cuda()
+        assert fastpath.serves_cuda()
+        assert fastpath_node.serves_cuda()
 
     @pytest.mark.parametrize("kind", KINDS, ids=str)
     @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import backends, onednn, programs, reference
 from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_from
@@ -42,7 +42,7 @@ def trained(activation: str, **names: str) -> Training:
 
 
 class Way:
-    """Calls of one recipe through the door, and the backwards that Python ran."""
+    """Calls of one recipe through the fast path, and the backwards that Python ran."""
 
     def __init__(self, training: Training, *given: Tensor | None) -> None:
         self.ran = 0
@@ -57,7 +57,7 @@ class Way:
         )
         self.formula = formula
         self.training = Training(formula, training.forward, training.backward)
-        found = door.table("linear_act.test")
+        found = fastpath.table("linear_act.test")
         assert found is not None
         self.table = found
         found.clear()
@@ -66,8 +66,8 @@ class Way:
     def admit(self, x: Tensor, w: Tensor, b: Tensor | None) -> None:
         LinearAct.apply(x, w, b, self.formula)
         if x.is_cuda:
-            assert door.serves_cuda()
-            assert door_node.serves_cuda()
+            assert fastpath.serves_cuda()
+            assert fastpath_node.serves_cuda()
         plan = programs.node(self.training, x, w, b)
         assert plan is not None
         assert self.table.admit(x, w, b, self.formula.activation, None, plan)

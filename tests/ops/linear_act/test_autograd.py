@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastlinear as fl
 from fastlinear.core.errors import InputError
-from fastlinear.ops.common import calls, door, door_node
+from fastlinear.ops.common import calls, fastpath, fastpath_node
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import onednn, reference
@@ -30,12 +30,12 @@ FORCED += [pytest.param("onednn", marks=pytest.mark.skipif(not ONEDNN, reason="o
 def recorded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Both forms of the formula: what is recorded by C++ was called before."""
     if request.param == "in Python":
-        monkeypatch.setattr(door_node, "begun", lambda: False)
+        monkeypatch.setattr(fastpath_node, "begun", lambda: False)
         return request.param
-    if door_node.reason_not() is not None:
-        pytest.skip(str(door_node.reason_not()))
-    assert door.wait()
-    assert door_node.wait()
+    if fastpath_node.reason_not() is not None:
+        pytest.skip(str(fastpath_node.reason_not()))
+    assert fastpath.wait()
+    assert fastpath_node.wait()
     plain = fl.linear_act
 
     def again(x: Any, w: Any, *rest: Any, **options: Any) -> Tensor:

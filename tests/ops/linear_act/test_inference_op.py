@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.ops.common import door
+from fastlinear.ops.common import fastpath
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.spec import FRONT
 
@@ -91,9 +91,9 @@ def test_a_compiled_graph_hands_on_the_parameter_itself(
     assert all(w is weight for w in seen[1:])  # torch watches the first call in a mode of its own
 
 
-def test_repeated_calls_find_their_plan_in_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not door.wait(60):
-        pytest.skip(str(door.reason_not()))
+def test_repeated_calls_find_their_plan_in_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fastpath.wait(60):
+        pytest.skip(str(fastpath.reason_not()))
     looked_up: list[str] = []
     real = FRONT.looked_up
 

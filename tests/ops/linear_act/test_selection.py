@@ -15,7 +15,7 @@ from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.tune import tune
-from fastlinear.ops.common import door_node
+from fastlinear.ops.common import fastpath_node
 from fastlinear.ops.linear_act import backends, cuda, order, reference, triton_config
 from fastlinear.ops.linear_act import problem as posed
 from fastlinear.ops.linear_act.autograd import backward_of
@@ -179,9 +179,9 @@ def test_without_nodes_a_small_training_step_on_a_gpu_defaults_to_torchs_autogra
     step = posed.problem(
         "step", 64, 256, 256, dtype="bfloat16", device="cuda", activation="gelu", needs_grad=True
     )
-    monkeypatch.setattr(door_node, "reason_not", lambda: None)
+    monkeypatch.setattr(fastpath_node, "reason_not", lambda: None)
     assert backends.FAMILY.prefer(step)[0] == "pieces"
-    monkeypatch.setattr(door_node, "reason_not", lambda: "no C++ compiler")
+    monkeypatch.setattr(fastpath_node, "reason_not", lambda: "no C++ compiler")
     assert backends.FAMILY.prefer(step)[0] == "eager"
     captured = posed.problem(
         "step", 64, 256, 256, dtype="bfloat16", device="cuda", activation="gelu", needs_grad=True,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastlinear as fl
 from fastlinear.core.compare import judge
-from fastlinear.ops.common import calls, door, door_node
+from fastlinear.ops.common import calls, fastpath, fastpath_node
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.mlp import autograd, reference
 
@@ -25,12 +25,12 @@ BACKENDS = (None, "whole_cpp", "layerwise", "eager")
 def recorded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Both forms of the formula: what is recorded by C++ was called before."""
     if request.param == "in Python":
-        monkeypatch.setattr(door_node, "begun", lambda: False)
+        monkeypatch.setattr(fastpath_node, "begun", lambda: False)
         return request.param
-    if door_node.reason_not() is not None:
-        pytest.skip(str(door_node.reason_not()))
-    assert door.wait()
-    assert door_node.wait()
+    if fastpath_node.reason_not() is not None:
+        pytest.skip(str(fastpath_node.reason_not()))
+    assert fastpath.wait()
+    assert fastpath_node.wait()
     plain = fl.mlp
 
     def again(*arguments: Any, **options: Any) -> Tensor:

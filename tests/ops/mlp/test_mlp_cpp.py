@@ -1,4 +1,5 @@
-"""The C++ whole-net kernels and the compiled door: every size class, threads, plans, failures."""
+"""The C++ whole-net kernels and the compiled fast path: every size class, threads, plans,
+failures."""
 
 from __future__ import annotations
 
@@ -20,14 +21,16 @@ from fastlinear.core.compare import judge
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import cpp_build
-from fastlinear.ops.common import door as compiled
+from fastlinear.ops.common import fastpath as compiled
 from fastlinear.ops.mlp import reference, whole_cpp
 from fastlinear.ops.mlp.problem import problem
 
 pytestmark = pytest.mark.skipif(
     cpp_build.reason_not() is not None, reason="C++ cannot be compiled here"
 )
-needs_door = pytest.mark.skipif(compiled.reason_not() is not None, reason="no compiled door here")
+needs_fastpath = pytest.mark.skipif(
+    compiled.reason_not() is not None, reason="no compiled fast path here"
+)
 
 
 def net(m: int, *widths: int) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -227,20 +230,20 @@ def test_what_it_refuses() -> None:
     assert "rows" in str(why(piece="backward", m=100_000))
 
 
-@needs_door
+@needs_fastpath
 def test_a_plan_serves_only_calls_like_its_own() -> None:
     """Whatever fact of a call differs, the plan of another is not taken."""
     cache.forget()
     x, ws, bs = net(3, 16, 16, 16)
     assert compiled.wait(), compiled.reason_not()
-    door = compiled.table("mlp")
-    assert door is not None
+    fastpath = compiled.table("mlp")
+    assert fastpath is not None
     given = (x, list(ws), list(bs), "relu", "none", None)
     fl.mlp(x, list(ws), list(bs))
-    assert door.call(*given) is not None
+    assert fastpath.call(*given) is not None
 
     def misses(i: int, value: Any) -> bool:
-        return door.call(*given[:i], value, *given[i + 1 :]) is None
+        return fastpath.call(*given[:i], value, *given[i + 1 :]) is None
 
     assert misses(0, torch.randn(4, 16))
     assert misses(0, torch.randn(16, 3).t())
@@ -261,23 +264,23 @@ def test_a_plan_serves_only_calls_like_its_own() -> None:
     assert misses(4, "relu")
     assert misses(5, "eager")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert door.call(*given) is None
+        assert fastpath.call(*given) is None
     with torch.inference_mode():
-        assert door.call(*given) is None
+        assert fastpath.call(*given) is None
     torch.set_float32_matmul_precision("high")
-    assert door.call(*given) is None
+    assert fastpath.call(*given) is None
     torch.set_float32_matmul_precision("highest")
-    assert door.call(*given) is not None
+    assert fastpath.call(*given) is not None
     cache.forget()
-    assert door.call(*given) is None
-    assert door.call(x) is None
+    assert fastpath.call(*given) is None
+    assert fastpath.call(x) is None
     with pytest.raises(TypeError, match="a call and a plan"):
-        door.admit(x)
+        fastpath.admit(x)
     with pytest.raises(ValueError, match="kind of plan"):
-        door.admit(*given, ("unknown",))
+        fastpath.admit(*given, ("unknown",))
 
 
-@needs_door
+@needs_fastpath
 def test_tuning_times_what_callers_pay() -> None:
     """Inference outside CUDA graphs goes through mlp with the backend forced, all else directly."""
     p = problem("forward", 2, (16, 16, 16), dtype="float32", device="cpu", precision="highest")
@@ -290,18 +293,18 @@ def test_tuning_times_what_callers_pay() -> None:
     with torch.no_grad():
         y = way(*inputs)
         assert compiled.wait()
-        door = compiled.table("mlp")
-        assert door is not None
+        fastpath = compiled.table("mlp")
+        assert fastpath is not None
         x, ws, bs, *names, _ = inputs
-        through = door.call(x, ws, bs, *names, "whole_cpp")
+        through = fastpath.call(x, ws, bs, *names, "whole_cpp")
     assert torch.equal(y, through)
     assert torch.equal(y, whole_cpp.forward(*inputs)[0])
     for other in (replace(p, needs_grad=True), replace(p, captured=True), p.with_piece("backward")):
         assert fam.timed(kernel, other) is None
 
 
-@needs_door
-def test_the_door_keeps_nothing_alive() -> None:
+@needs_fastpath
+def test_the_fast_path_keeps_nothing_alive() -> None:
     assert compiled.wait()
     x, ws, bs = net(3, 16, 16, 16)
     watched = [weakref.ref(t) for t in (x, *ws, *bs)]
@@ -317,7 +320,7 @@ def test_the_door_keeps_nothing_alive() -> None:
     assert sys.getrefcount(names[0]) <= counts + 60
 
 
-@needs_door
+@needs_fastpath
 def test_more_plans_than_are_kept() -> None:
     assert compiled.wait()
     weights, biases = net(1, 4, 4)[1:]
@@ -325,29 +328,29 @@ def test_more_plans_than_are_kept() -> None:
         assert fl.mlp(torch.ones(m, 4), weights, biases).shape == (m, 4)
 
 
-@needs_door
+@needs_fastpath
 def test_an_error_inside_a_plan_comes_through() -> None:
     assert compiled.wait(), compiled.reason_not()
-    door = compiled.table("mlp")
-    assert door is not None
+    fastpath = compiled.table("mlp")
+    assert fastpath is not None
     x, ws, bs = net(3, 16, 16)
 
     def plan(*_: Any) -> Tensor:
         raise ZeroDivisionError
 
     given = (x, ws, bs, "none", "none", None)
-    assert door.admit(*given, plan)
+    assert fastpath.admit(*given, plan)
     with pytest.raises(ZeroDivisionError):
-        door.call(*given)
+        fastpath.call(*given)
     cache.forget()
 
 
-@needs_door
+@needs_fastpath
 def test_exit_with_live_plans() -> None:
     code = (
         "import torch, fastlinear as fl\n"
-        "from fastlinear.ops.common import door\n"
-        "door.wait()\n"
+        "from fastlinear.ops.common import fastpath\n"
+        "fastpath.wait()\n"
         "w = [torch.randn(8, 8, requires_grad=True)]\n"
         "fl.mlp(torch.randn(2, 8), w).sum().backward()\n"
         "with torch.no_grad(): fl.mlp(torch.randn(2, 8), w)\n"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.core.compare import judge
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.linear_act import onednn
 from fastlinear.ops.linear_act.problem import problem
@@ -37,7 +37,7 @@ def loaded(piece: str, name: str) -> Callable[..., Any]:
 
 
 class Way:
-    """Calls of two backends through the door, and the backwards that Python ran."""
+    """Calls of two backends through the fast path, and the backwards that Python ran."""
 
     def __init__(self, forward: str, backward: str, names: tuple[str, str], layers: int) -> None:
         self.ran = 0
@@ -50,7 +50,7 @@ class Way:
         self.names = names
         self.formula = Formula(*names, layers, loaded("forward", forward), counted)
         self.training = Training(self.formula, forward, backward)
-        found = door.table("mlp.test")
+        found = fastpath.table("mlp.test")
         assert found is not None
         self.table = found
         found.clear()
@@ -61,8 +61,8 @@ class Way:
 
     def admit(self, x: Tensor, ws: Any, bs: Any) -> None:
         if x.is_cuda:
-            assert door.serves_cuda()
-            assert door_node.serves_cuda()
+            assert fastpath.serves_cuda()
+            assert fastpath_node.serves_cuda()
         self.python(x, ws, bs)
         plan = programs.node(self.training, x, ws, bs)
         assert plan is not None

@@ -15,7 +15,7 @@ import fastlinear as fl
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.op.front import no_table
-from fastlinear.ops.common import door
+from fastlinear.ops.common import fastpath
 from fastlinear.ops.common.activations import ACTIVATIONS, NAMES
 from fastlinear.ops.mlp import op, reference
 from fastlinear.ops.mlp.spec import FRONT
@@ -283,9 +283,9 @@ def test_float64_and_float16_take_what_serves_them() -> None:
     assert fl.explain(x, ws, bs).choices[0].backend.name == "eager"
 
 
-def test_without_the_compiled_door(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_compiled_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python lookup alone does the same."""
-    monkeypatch.setattr(door, "table", lambda _: None)
+    monkeypatch.setattr(fastpath, "table", lambda _: None)
     monkeypatch.setattr(FRONT, "table", no_table)
     for _ in range(2):
         x, ws, bs = net(6, (16, 20, 3), bias="some")

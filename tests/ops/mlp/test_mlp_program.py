@@ -1,4 +1,4 @@
-"""Layers without gradients as one program of the door: the very results of Python's loop."""
+"""Layers without gradients as one program of the fast path: the very results of Python's loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.core.compare import judge
-from fastlinear.ops.common import door
+from fastlinear.ops.common import fastpath
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.mlp import (
     layerwise,
@@ -34,12 +34,12 @@ WIDTHS = ((7,), (5, 9, 4), (16, 16, 16, 16))
 
 
 class Way:
-    """Calls of layers through the door, and those that went back to Python."""
+    """Calls of layers through the fast path, and those that went back to Python."""
 
     def __init__(self, names: tuple[str, str]) -> None:
         self.names = names
         self.back = 0
-        found = door.table("mlp.test_program")
+        found = fastpath.table("mlp.test_program")
         assert found is not None
         self.table = found
         found.clear()
@@ -197,7 +197,7 @@ def test_on_the_device_nothing_goes_back_to_python(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_whole_kernels_go_through_the_door(
+def test_whole_kernels_go_through_the_fast_path(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clusters, grids and streams: the bits of Python's launch, for any addresses and streams."""
@@ -254,7 +254,7 @@ def test_whole_kernels_go_through_the_door(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_narrow_chains_in_triton_go_through_the_door(
+def test_narrow_chains_in_triton_go_through_the_fast_path(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits of Python's launch, for any number of rows, addresses, streams, and in a graph."""

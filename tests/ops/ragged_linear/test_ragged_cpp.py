@@ -1,4 +1,4 @@
-"""ragged_linear's C++ on a CPU, called from Python and by the compiled door's programs."""
+"""ragged_linear's C++ on a CPU, called from Python and by the compiled fast path's programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import fastlinear as fl
 from fastlinear.core.compare import Verdict, judge
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.ragged_linear import backends, cpp, explain, formula, products
 from fastlinear.ops.ragged_linear.problem import problem
@@ -191,12 +191,12 @@ def test_bad_sizes_are_named(sizes: list[int]) -> None:
 
 
 # --------------------------------------------------------------------------------------------
-# By the compiled door
+# By the compiled fast path
 
 
 @pytest.fixture
 def _there() -> None:
-    if not (door.wait(240) and door_node.wait(240)):
+    if not (fastpath.wait(240) and fastpath_node.wait(240)):
         pytest.skip("no compiler here")
     FRONT.clear_table()
 

@@ -19,13 +19,15 @@ from program_ways import at, fails, same, stood
 from torch import Tensor
 
 import fastlinear as fl
-from fastlinear.ops.common import door, door_node
-from fastlinear.ops.common.door_launch import DoorLaunch
+from fastlinear.ops.common import fastpath, fastpath_node
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch
 from fastlinear.ops.ragged_linear import formula, programs
 from fastlinear.ops.ragged_linear.formula import Formula, Ragged
 from fastlinear.ops.ragged_linear.spec import FRONT
 
-pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here")
+pytestmark = pytest.mark.skipif(
+    fastpath_node.reason_not() is not None, reason="no C++ programs here"
+)
 TABLE = "ragged_linear.test"
 Given = list[Tensor | None]
 
@@ -37,10 +39,10 @@ def test_under_the_interpreter() -> None:
 
 @pytest.fixture
 def _launched(monkeypatch: pytest.MonkeyPatch, nodes_built: None) -> Iterator[None]:
-    """Launches of Triton run by the door; without a GPU, under the interpreter."""
+    """Launches of Triton run by the fast path; without a GPU, under the interpreter."""
     if ON_GPU:
-        assert door.serves_cuda()
-        assert door_node.serves_cuda()
+        assert fastpath.serves_cuda()
+        assert fastpath_node.serves_cuda()
         yield
         return
     from fastlinear.ops.common.triton_launch import Launch
@@ -52,7 +54,7 @@ def _launched(monkeypatch: pytest.MonkeyPatch, nodes_built: None) -> Iterator[No
         known[id(self)] = self, tensors
         python(self, *tensors)
 
-    def in_door(self: Launch, numbers: Any, described: Any = None) -> DoorLaunch | None:
+    def in_fastpath(self: Launch, numbers: Any, described: Any = None) -> FastpathLaunch | None:
         like = known[id(self)][1]
         for i in self._blocks:
             if numbers[i] is not None:
@@ -67,10 +69,10 @@ def _launched(monkeypatch: pytest.MonkeyPatch, nodes_built: None) -> Iterator[No
         slots = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         pairs = zip(arguments, numbers, strict=True)
         places = tuple((a, n) for a, n in pairs if n is not None)
-        return DoorLaunch(*stood(run, slots), places, (), arguments)
+        return FastpathLaunch(*stood(run, slots), places, (), arguments)
 
     monkeypatch.setattr(Launch, "__call__", call)
-    monkeypatch.setattr(Launch, "in_door", in_door)
+    monkeypatch.setattr(Launch, "in_fastpath", in_fastpath)
     triton._plans.clear()
     with ways.python_driver():
         yield
@@ -78,7 +80,7 @@ def _launched(monkeypatch: pytest.MonkeyPatch, nodes_built: None) -> Iterator[No
 
 
 def _table() -> Any:
-    table = door.table(TABLE)
+    table = fastpath.table(TABLE)
     assert table is not None
     return table
 
@@ -104,7 +106,8 @@ def drawn(
 
 
 class Way:
-    """Calls of one formula through the door; ``python`` says whether they may run in Python."""
+    """Calls of one formula through the fast path; ``python`` says whether they may run in
+    Python."""
 
     def __init__(self, activation: str, given: Given, sizes: Tensor) -> None:
         self.python, self.formula = True, Formula(activation, "triton")
@@ -235,7 +238,7 @@ class TestOnTheDevice:
             same(found, expected)
 
     def test_graphs_follow_the_sizes(self) -> None:
-        """A captured step, of a kind that the door knows, reads the sizes of each replay."""
+        """A captured step, of a kind that the fast path knows, reads the sizes of each replay."""
         x, w, b = drawn(300, 64, 48, dtype=torch.bfloat16)
         sizes = torch.tensor([100, 0, 150], device="cuda")
         dy = torch.randn(300, 48, device="cuda", dtype=torch.bfloat16)

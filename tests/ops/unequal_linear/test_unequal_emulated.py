@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastlinear.core.compare import judge
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.unequal_linear import autograd, compiled, cuda, launches, programs
 from fastlinear.ops.unequal_linear.config import (
     FORWARD,
@@ -322,12 +322,12 @@ def _beside_nan(t: Tensor) -> Tensor:
 
 @pytest.fixture
 def _driver() -> Iterator[None]:
-    """The door's nodes launch emulated kernels."""
-    if torch.cuda.is_available() or door_node.reason_not() is not None:
-        pytest.skip("needs the door's library, without the driver itself")
-    assert door.wait()
-    assert door_node.wait()
-    library = door_node._build.loaded
+    """The fast path's nodes launch emulated kernels."""
+    if torch.cuda.is_available() or fastpath_node.reason_not() is not None:
+        pytest.skip("needs the fast path's library, without the driver itself")
+    assert fastpath.wait()
+    assert fastpath_node.wait()
+    library = fastpath_node._build.loaded
     assert library is not None
     pointer = ctypes.cast(DRIVER, ctypes.c_void_p)
     library.fastlinear_node_cuda(None, pointer, pointer)
@@ -338,8 +338,8 @@ def _driver() -> Iterator[None]:
 @pytest.mark.usefixtures("_driver", "emulated")
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
 def test_programs(activation: str) -> None:
-    """Through the door the same kernels compute on the same memory: bit for bit."""
-    table = door.table("unequal_linear.test")
+    """Through the fast path the same kernels compute on the same memory: bit for bit."""
+    table = fastpath.table("unequal_linear.test")
     assert table is not None
     sizes = (*((min(m, 5), min(k, 40), min(n, 40)) for m, k, n in SIZES), (130, 9, 10))
     CHOICE[:] = [Choice(SMALL, 1)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from unserved import unserved
 
 import fastlinear as fl
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.unequal_linear.autograd import loop
 from fastlinear.ops.unequal_linear.spec import FRONT
 
@@ -42,7 +42,7 @@ def running(backend: str, activation: str) -> Run:
 
 def calls(run: Run, given: tuple[list[Tensor], ...]) -> Iterator[list[Tensor]]:
     """Results of the formula in Python, then of the node in C++ where there is one."""
-    _ = door.wait() and door_node.wait()
+    _ = fastpath.wait() and fastpath_node.wait()
     for _ in range(4):
         yield run(*given)
 
@@ -104,7 +104,7 @@ def changed(lists: tuple[list[Tensor], ...], which: str) -> None:
             t.add_(1.0)
 
 
-@pytest.mark.skipif(door_node.reason_not() is not None, reason="no nodes in C++ here")
+@pytest.mark.skipif(fastpath_node.reason_not() is not None, reason="no nodes in C++ here")
 @pytest.mark.parametrize("activation", ["none", "relu", "silu"])
 @pytest.mark.parametrize("which", ["biases", "weights", "inputs of others"])
 def test_what_no_gradient_reads_may_be_written_over(activation: str, which: str) -> None:
@@ -126,7 +126,7 @@ def test_what_no_gradient_reads_may_be_written_over(activation: str, which: str)
         same(*results)
 
 
-@pytest.mark.skipif(door_node.reason_not() is not None, reason="no nodes in C++ here")
+@pytest.mark.skipif(fastpath_node.reason_not() is not None, reason="no nodes in C++ here")
 def test_what_a_gradient_reads_may_not() -> None:
     run, lists = running("together", "silu"), groups()
     for _ in calls(run, lists):

@@ -1,6 +1,6 @@
 """Compositions of PyTorch's ops as lists of ATen calls: what an activation runs, and costs.
 
-The compiled door replays such a list, and rules of ``optimize_`` compare calls with it.
+The compiled fast path replays such a list, and rules of ``optimize_`` compare calls with it.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ _seconds: list[float] = []  # of each wait in this process
 
 
 def compiled_s() -> float:
-    """Seconds that calls of this process have waited for C++ to be compiled, the door's apart."""
+    """Seconds that calls of this process have waited for C++ to be compiled, the fast path's
+    apart."""
     return sum(_seconds)
 
 
@@ -285,7 +286,7 @@ def failed(source: Path) -> str | None:
 
 
 def address(function: Any) -> int:
-    """Where a library's function lies, for the door's programs."""
+    """Where a library's function lies, for the fast path's programs."""
     found = ctypes.cast(function, ctypes.c_void_p).value
     assert found is not None
     return found

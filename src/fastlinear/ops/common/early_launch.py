@@ -14,7 +14,7 @@ import torch
 
 from fastlinear.core.device import device_facts
 from fastlinear.ops.common import cuda_driver
-from fastlinear.ops.common.door_launch import DoorLaunch
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch
 from fastlinear.ops.common.triton_launch import Launch, Place
 
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -28,16 +28,16 @@ def begins_early(device: torch.device) -> bool:
 class EarlyLaunch(Launch):
     """A ``Launch`` whose kernel waits for the one before it itself, where the device lets it.
 
-    The compiled door launches it early; launches from Python wait in the stream.
+    The compiled fast path launches it early; launches from Python wait in the stream.
     """
 
     __slots__ = ()
 
-    def in_door(
+    def in_fastpath(
         self, tensors: tuple[Place, ...], described: Mapping[int, torch.Tensor] | None = None
-    ) -> DoorLaunch | None:
-        """As ``Launch.in_door``, with the attribute."""
-        found = super().in_door(tensors, described)
+    ) -> FastpathLaunch | None:
+        """As ``Launch.in_fastpath``, with the attribute."""
+        found = super().in_fastpath(tensors, described)
         device = self._device
         if found is None or device is None or not begins_early(torch.device("cuda", device)):
             return found

@@ -23,7 +23,7 @@
 #include <malloc.h>
 #endif
 
-namespace door {
+namespace fastpath {
 
 class KeptMemory final : public c10::Allocator {
  public:
@@ -178,4 +178,4 @@ inline at::Tensor new_on_cpu(c10::IntArrayRef sizes, c10::ScalarType dtype) {
       at::detail::empty_generic(sizes, &KeptMemory::instance(), cpu, dtype, std::nullopt));
 }
 
-}  // namespace door
+}  // namespace fastpath

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import door_node
-from fastlinear.ops.common.door_program import SCALAR_TYPES
+from fastlinear.ops.common import fastpath_node
+from fastlinear.ops.common.tape import SCALAR_TYPES
 
 LEAST = 1 << 25
 """Bytes of the results that this is for; malloc keeps smaller ones."""
@@ -24,9 +24,9 @@ LEAST = 1 << 25
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A new contiguous tensor on the CPU, uninitialised, as programs make theirs."""
     large = math.prod(shape) * dtype.itemsize >= LEAST
-    if not large or dtype not in SCALAR_TYPES or not door_node.begun():
+    if not large or dtype not in SCALAR_TYPES or not fastpath_node.begun():
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    return door_node.empty(tuple(shape), SCALAR_TYPES[dtype])
+    return fastpath_node.empty(tuple(shape), SCALAR_TYPES[dtype])
 
 
 def release_memory() -> int:
@@ -37,4 +37,4 @@ def release_memory() -> int:
     Returns:
         How many bytes it was, those that malloc had kept not counted.
     """
-    return door_node.release_kept()
+    return fastpath_node.release_kept()

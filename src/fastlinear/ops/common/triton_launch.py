@@ -18,9 +18,9 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastlinear.ops.common import door
+from fastlinear.ops.common import fastpath
 from fastlinear.ops.common.cuda_driver import TensorMap, loading_allowed
-from fastlinear.ops.common.door_launch import DoorLaunch, launch_of
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch, launch_of
 
 # The compiled kernel's own launcher has no stable interface: others go the official way.
 _DIRECT = triton.__version__.startswith("3.6.")
@@ -47,7 +47,7 @@ class Launch:
     """
 
     __slots__ = (
-        *("_args", "_blocks", "_compiled", "_device", "_door", "_grid", "_kernel", "_options"),
+        *("_args", "_blocks", "_compiled", "_device", "_fastpath", "_grid", "_kernel", "_options"),
         "_untried",
     )
 
@@ -69,7 +69,7 @@ class Launch:
         self._options = {"num_warps": warps, "num_stages": stages}
         self._blocks = block_shapes or {}
         self._compiled: Any = None
-        self._door: Any = None  # the launch by the compiled door, where that is there
+        self._fastpath: Any = None  # the launch by the compiled fast path, where that is there
         self._untried = True
 
     @property
@@ -79,7 +79,7 @@ class Launch:
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Launch on the current stream of the tensors' device."""
-        if self._door is not None and self._door(*tensors):
+        if self._fastpath is not None and self._fastpath(*tensors):
             return
         device = self._device
         if device is not None and device != _current_device():
@@ -102,12 +102,13 @@ class Launch:
             with loading_allowed() if capturing else nullcontext():
                 self._compiled = self._kernel[self._grid](*checked, *self._args, **self._options)
             return
-        if self._untried and self._device is not None and door.ready():
+        if self._untried and self._device is not None and fastpath.ready():
             self._untried = False
-            nested = any(isinstance(t, tuple) for t in tensors)  # the door's callers give them flat
+            # the fast path's callers give them flat
+            nested = any(isinstance(t, tuple) for t in tensors)
             places = tuple(None if t is None else i for i, t in enumerate(tensors))
-            found = self.in_door(places) if door.serves_cuda() and not nested else None
-            self._door = None if found is None else door.launcher(found.kernel())
+            found = self.in_fastpath(places) if fastpath.serves_cuda() and not nested else None
+            self._fastpath = None if found is None else fastpath.launcher(found.kernel())
         gx, gy, gz = self._grid
         stream = driver.active.get_current_stream(self._device)
         args: tuple[Any, ...] = tensors
@@ -130,10 +131,10 @@ class Launch:
             *self._args,
         )
 
-    def in_door(
+    def in_fastpath(
         self, tensors: tuple[Place, ...], described: Mapping[int, torch.Tensor] | None = None
-    ) -> DoorLaunch | None:
-        """This launch for the compiled door, once it has been made at least once.
+    ) -> FastpathLaunch | None:
+        """This launch for the compiled fast path, once it has been made at least once.
 
         Args:
             tensors: which of the call's tensors each leading argument is; None for None. A tuple

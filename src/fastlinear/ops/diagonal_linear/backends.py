@@ -17,7 +17,7 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, deferred, register_family
-from fastlinear.ops.common import door_node
+from fastlinear.ops.common import fastpath_node
 from fastlinear.ops.diagonal_linear import addcmul, cpp, reference, triton_config
 from fastlinear.ops.diagonal_linear.problem import NAME, PIECES, SPACE, STEP, problem
 
@@ -56,10 +56,10 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         if p.piece == STEP:
             # a node of autograd in Python costs the host more than PyTorch's own two
             host_bound = numbers < _MANY and not p.captured
-            alone = host_bound and door_node.reason_not() is not None
+            alone = host_bound and fastpath_node.reason_not() is not None
             return ("eager", "pieces") if alone else ("pieces", "eager")
         return ("triton", "addcmul", "eager") if p.piece == "forward" else ("triton", "eager")
-    without_python = door_node.reason_not() is None
+    without_python = fastpath_node.reason_not() is None
     quick = p.option("activation") in addcmul.QUICK
     if p.piece == STEP:
         least = cpp.LEAST_STEP_QUICK if quick else cpp.LEAST_STEP

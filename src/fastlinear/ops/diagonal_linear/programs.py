@@ -1,5 +1,5 @@
-"""Calls of diagonal_linear as the compiled door runs and records them: one node, a launch forward
-and one or two backward; on a CPU one C++ call each way.
+"""Calls of diagonal_linear as the compiled fast path runs and records them: one node, a launch
+forward and one or two backward; on a CPU one C++ call each way.
 
 What a program does is what the backends ``triton`` and ``cpp`` do; others run in Python inside the
 node.
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import door_node
-from fastlinear.ops.common.door_launch import DoorLaunch
-from fastlinear.ops.common.door_program import Program, memory
+from fastlinear.ops.common import fastpath_node
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch
+from fastlinear.ops.common.tape import Program, memory
 from fastlinear.ops.diagonal_linear import cpp
 from fastlinear.ops.diagonal_linear.autograd import Formula
 
@@ -43,7 +43,7 @@ def node(training: Training, x: Tensor, weight: Tensor, rest: _Rest) -> Any:
     """The table's plan for such calls, which have run. None while there is no library of nodes, or
     where a parameter is not dense."""
     bias, residual = rest
-    if not (_dense(weight, bias) and door_node.begun()):
+    if not (_dense(weight, bias) and fastpath_node.begun()):
         return None
     formula = training.formula
 
@@ -53,14 +53,14 @@ def node(training: Training, x: Tensor, weight: Tensor, rest: _Rest) -> Any:
         return _backward(training, needs, dy, tensors)
 
     plain = [None if t is None else t.detach() for t in (x, weight, bias, residual)]
-    return door_node.node(
+    return fastpath_node.node(
         NAME,
         (x, weight, bias, residual),
         formula.forward,
         formula.gradients,
         programmer,
         _forward(training, *plain),
-        (door_node.NOTHING,),
+        (fastpath_node.NOTHING,),
         formula.readers,
     )
 
@@ -92,7 +92,7 @@ def _backward(
     x, weight, bias = tensors[:3]
     if training.backward == "cpp":
         return _backward_in_cpp(training, needs, dy, x, weight, bias)
-    if training.backward != "triton" or not door_node.serves_cuda():
+    if training.backward != "triton" or not fastpath_node.serves_cuda():
         return None
     if x is not None and not _viewable(x):
         return None
@@ -123,9 +123,9 @@ def _backward(
         _FROM_WEIGHT if acts or needs[0] else None,
         _number(bias, _FROM_BIAS) if acts else None,
     )
-    launches: list[DoorLaunch | None] = [plan.launch.in_door((*read, dx, *sums))]
+    launches: list[FastpathLaunch | None] = [plan.launch.in_fastpath((*read, dx, *sums))]
     if plan.parts is not None:
-        launches.append(plan.sum.in_door((*sums, dw, db)))
+        launches.append(plan.sum.in_fastpath((*sums, dw, db)))
     if not all(p.launch(launch) for launch in launches):
         return None
     return p.spec(dx, dw, db, dr)
@@ -146,10 +146,10 @@ def inference(
         return None
     if backend == "triton" and x.is_cuda:
         return _launch(x, weight, bias, activation, residual, plan)
-    if backend != "cpp" or not door_node.begun():
+    if backend != "cpp" or not fastpath_node.begun():
         return None
     spec = _forward_in_cpp(x, bias, residual, activation, None)
-    return None if spec is None else door_node.program(spec, (x, weight, bias, residual), plan)
+    return None if spec is None else fastpath_node.program(spec, (x, weight, bias, residual), plan)
 
 
 def _launch(
@@ -168,7 +168,7 @@ def _launch(
         return None
     k = x.shape[-1]
     rows = None if residual is None else residual.view(-1, k)
-    launch = triton.door_launch(x.view(-1, k), weight, bias, activation, rows)
+    launch = triton.fastpath_launch(x.view(-1, k), weight, bias, activation, rows)
     if launch is None:
         return None
     return replace(launch, masks=(_ALIGNMENT,) * 4).plan(plan, k)
@@ -184,7 +184,7 @@ def into(
 ) -> Any:
     """The same for calls that write to a tensor of the caller's, the last of ``rest``."""
     bias, residual, out = rest
-    if not (_dense(weight, bias) and door_node.begun()):
+    if not (_dense(weight, bias) and fastpath_node.begun()):
         return None
     spec = None
     if backend == "cpp":
@@ -196,7 +196,11 @@ def into(
         p = Program(_GIVEN + 1)
         p.multiply_add(p.claim(_OUT), _BIAS, _X, _WEIGHT)
         spec = p.spec(_OUT)
-    return None if spec is None else door_node.program(spec, (x, weight, bias, residual, out), plan)
+    return (
+        None
+        if spec is None
+        else fastpath_node.program(spec, (x, weight, bias, residual, out), plan)
+    )
 
 
 def _forward_in_cpp(
@@ -224,7 +228,7 @@ def _forward_in_triton(
 ) -> Any:
     """The forward's program by backend ``triton``; None where it is not one launch."""
     given = [t for t in (x, residual) if t is not None]
-    if not all(map(_viewable, given)) or not door_node.serves_cuda():
+    if not all(map(_viewable, given)) or not fastpath_node.serves_cuda():
         return None
     from fastlinear.ops.diagonal_linear import triton
 
@@ -234,7 +238,7 @@ def _forward_in_triton(
     launch = triton.launch_of(x.view(-1, k), weight, bias, activation, rows, kept)
     p, y = _begun(x, out)
     places = (_X, _WEIGHT, _number(bias, _BIAS), _number(residual, _RESIDUAL), y)
-    if launch is None or not p.launch(launch.in_door(places)):
+    if launch is None or not p.launch(launch.in_fastpath(places)):
         return None
     return p.spec(y, None)
 

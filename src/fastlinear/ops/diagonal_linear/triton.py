@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.device import device_facts
-from fastlinear.ops.common.door_launch import DoorLaunch, Y
 from fastlinear.ops.common.early_launch import EarlyLaunch, begins_early
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch, Y
 from fastlinear.ops.diagonal_linear.reference import Gradients, Needs
 from fastlinear.ops.diagonal_linear.triton_config import (
     Cut,
@@ -62,13 +62,13 @@ def forward(
     return y
 
 
-def door_launch(
+def fastpath_launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
-) -> DoorLaunch | None:
-    """The launch of such a forward, which has run on new memory, for the compiled door."""
+) -> FastpathLaunch | None:
+    """The launch of such a forward, which has run on new memory, for the compiled fast path."""
     found = launch_of(x, weight, bias, activation, residual)
     places = (0, 1, None if bias is None else 2, None if residual is None else 3, Y)
-    return None if found is None else found.in_door(places)
+    return None if found is None else found.in_fastpath(places)
 
 
 def launch_of(

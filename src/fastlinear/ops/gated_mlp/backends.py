@@ -245,7 +245,7 @@ FAMILY = register_family(
                     "kept.py",
                     "programs.py",
                     "launches.py",
-                    *(f"../common/door_{name}.h" for name in ("node", "program")),
+                    *("../common/fastpath_node.h", "../common/tape.h"),
                     "reference.py",
                     "onednn.py",
                     "cpp.py",

@@ -1,4 +1,4 @@
-"""Launches of gated_mlp's kernels as steps of the compiled door's programs."""
+"""Launches of gated_mlp's kernels as steps of the compiled fast path's programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.door_launch import DoorLaunch, prepared
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch, prepared
 from fastlinear.ops.gated_mlp import bias_sums as sums
 from fastlinear.ops.gated_mlp import cuda
 from fastlinear.ops.gated_mlp.cuda_config import config_for
@@ -22,7 +22,7 @@ Laid = tuple[Tensor, Place] | None
 """An argument of a kernel: a tensor laid out as it is, and where it lies. None for null."""
 
 
-def gate(arguments: Sequence[Laid], activation: str, save: bool) -> DoorLaunch | None:
+def gate(arguments: Sequence[Laid], activation: str, save: bool) -> FastpathLaunch | None:
     """``cuda.gate_plan`` with its tensors in these places; None where ``cuda.gate`` copies one."""
     tensors, read = _tensors(arguments), [a[0] for a in arguments[:3] if a is not None]
     biases = [t for t in tensors[6:] if t is not None]
@@ -37,7 +37,7 @@ def gate(arguments: Sequence[Laid], activation: str, save: bool) -> DoorLaunch |
 
 def through_down(
     arguments: Sequence[Laid], activation: str, needs_h: bool, config: cuda.Config
-) -> DoorLaunch | None:
+) -> FastpathLaunch | None:
     """``cuda.through_plan``, likewise."""
     tensors, read = _tensors(arguments), [a[0] for a in arguments[:4] if a is not None]
     if not _read_in_place(read):
@@ -47,12 +47,12 @@ def through_down(
     )
 
 
-def bias_sums(arguments: Sequence[Laid], like: Tensor) -> DoorLaunch:
+def bias_sums(arguments: Sequence[Laid], like: Tensor) -> FastpathLaunch:
     """``sums.sums_plan``, likewise."""
     return _made(lambda: sums.sums_plan(_tensors(arguments), like), like.device, arguments)
 
 
-def shares(arguments: Sequence[Laid]) -> DoorLaunch | None:
+def shares(arguments: Sequence[Laid]) -> FastpathLaunch | None:
     """``sums.shares_plan``, likewise."""
     dy, out = _tensors(arguments)
     if dy is None or not _read_in_place([dy]):
@@ -62,14 +62,14 @@ def shares(arguments: Sequence[Laid]) -> DoorLaunch | None:
 
 def elementwise(
     arguments: Sequence[Laid], activation: str, order: str, *, backward: bool
-) -> DoorLaunch | None:
+) -> FastpathLaunch | None:
     """The Triton pass of a direction; None unless it has run on tensors laid out so."""
     from fastlinear.ops.gated_mlp import triton
 
     made: Any = triton.gate_backward_launch if backward else triton.gate_launch
     launch = made(tuple(_tensors(arguments)), activation, order)
     numbers = tuple(None if a is None else i for i, a in enumerate(arguments))
-    found: DoorLaunch | None = launch.in_door(numbers)
+    found: FastpathLaunch | None = launch.in_fastpath(numbers)
     if found is None:
         return None
     slots = [(slot, arguments[i]) for slot, i in found.tensors]
@@ -87,8 +87,10 @@ def _read_in_place(tensors: Sequence[Tensor]) -> bool:
     return tensors[0].device.index == torch._C._cuda_getDevice()
 
 
-def _made(make: Callable[[], Plan], device: torch.device, arguments: Sequence[Laid]) -> DoorLaunch:
-    """A launch of its own memory: the door fills that in without Python's lock."""
+def _made(
+    make: Callable[[], Plan], device: torch.device, arguments: Sequence[Laid]
+) -> FastpathLaunch:
+    """A launch of its own memory: the fast path fills that in without Python's lock."""
     driver.make_current(device.index)
     with lock, driver.loading_allowed():
         plan = make()
@@ -96,7 +98,7 @@ def _made(make: Callable[[], Plan], device: torch.device, arguments: Sequence[La
     return _placed(prepared(plan.launch, (), plan), slots)
 
 
-def _placed(launch: DoorLaunch, slots: Sequence[tuple[Any, Laid]]) -> DoorLaunch:
+def _placed(launch: FastpathLaunch, slots: Sequence[tuple[Any, Laid]]) -> FastpathLaunch:
     """The launch with these memories' places; slots of null stay null."""
     held = [(slot, a[1]) for slot, a in slots if a is not None]
     return replace(

@@ -1,4 +1,5 @@
-"""Calls of gated_mlp as the compiled door runs and records them: one node, programs of its pieces.
+"""Calls of gated_mlp as the compiled fast path runs and records them: one node, programs of its
+pieces.
 
 What a program does is what the backends ``cuda`` and ``elementwise`` do, with the very same kernels
 and ops of PyTorch; others, and what would be copied first, run in Python inside the node.
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import door_node
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common import fastpath_node
+from fastlinear.ops.common.tape import Program
 from fastlinear.ops.gated_mlp import bias_sums, cuda, launches
 from fastlinear.ops.gated_mlp.autograd import Formula
 from fastlinear.ops.gated_mlp.cuda_config import config_for
@@ -60,23 +61,23 @@ def inference(
 ) -> Any:
     """The table's plan for calls without gradients, which have run; None where only ``plan`` serves
     them. ``backend`` is one of ``BACKENDS``."""
-    if not door_node.begun():
+    if not fastpath_node.begun():
         return None
     held = Weights(*weights), Biases(*biases)
     found = _forward(backend, activation, order, False, x, *held)
     if found is None:
         return None
     program, y, _ = found
-    return door_node.program(program.spec(y), (x, *weights, *biases), plan)
+    return fastpath_node.program(program.spec(y), (x, *weights, *biases), plan)
 
 
 def node(
     formula: Formula, x: Tensor, weights: tuple[Any, Any, Any], biases: tuple[Any, Any, Any]
 ) -> Any:
-    """The formula as the compiled door records it, for such tensors; None while there is no library
-    of nodes. They must have run before."""
+    """The formula as the compiled fast path records it, for such tensors; None while there is no
+    library of nodes. They must have run before."""
     tensors = x, *weights, *biases
-    if not door_node.begun():
+    if not fastpath_node.begun():
         return None
 
     def programmer(
@@ -91,15 +92,15 @@ def node(
     names = formula.forward_name, formula.activation, formula.order
     given: Any = [None if t is None else t.detach() for t in tensors]
     found = _forward(*names, formula.save_pre, given[0], Weights(*given[1:4]), Biases(*given[4:]))
-    kept = door_node.SPENT if formula.save_pre else door_node.NOTHING
-    return door_node.node(
+    kept = fastpath_node.SPENT if formula.save_pre else fastpath_node.NOTHING
+    return fastpath_node.node(
         NAME,
         tensors,
         formula.forward,
         formula.gradients,
         programmer,
         None if found is None else found[0].spec(found[1], *found[2]),
-        (kept, kept if weights[1] is not None else door_node.NOTHING),
+        (kept, kept if weights[1] is not None else fastpath_node.NOTHING),
         # all are read where any are: second derivatives start from them
         (readers_of_x(formula.save_pre), *(READERS,) * (len(tensors) - 1)),
         (READERS,) * _KEPT,
@@ -411,7 +412,7 @@ def _through_gate(
 def _served(backend: str, x: Tensor) -> bool:
     if backend not in BACKENDS or (backend == "elementwise" and products_for(x) is not PYTORCH):
         return False
-    return viewable(x) and (not x.is_cuda or door_node.serves_cuda())
+    return viewable(x) and (not x.is_cuda or fastpath_node.serves_cuda())
 
 
 def _new_like(p: Program, pre: Pre, like: int) -> tuple[Pre, Numbers]:

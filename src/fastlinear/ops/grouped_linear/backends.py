@@ -81,7 +81,7 @@ _WIDE_BACKWARD_SOURCES = (
 _PIECES_SOURCES = (
     *("autograd.py", "programs.py", "operands.py", "eager.py"),
     *("reference.py", "ways.py", "triton_backward.py"),
-    *(f"../common/{name}" for name in ("door_node.h", "door_program.h", "door_launch.py")),
+    *(f"../common/{name}" for name in ("fastpath_node.h", "tape.h", "fastpath_launch.py")),
     *("triton_wide.py", "triton_wide_kernels.py", *_STRIPS_SOURCES, *_STRIPS_BACKWARD_SOURCES),
     *_RESIDENT_SOURCES,
     *_WIDE_BACKWARD_SOURCES,

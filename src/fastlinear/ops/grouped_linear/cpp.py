@@ -137,12 +137,12 @@ def serves(dtype: torch.dtype) -> bool:
 
 
 def forward_address() -> int:
-    """Address of ``fastlinear_grouped_forward``, for the door's programs."""
+    """Address of ``fastlinear_grouped_forward``, for the fast path's programs."""
     return cpp_build.address(_library().fastlinear_grouped_forward)
 
 
 def backward_address() -> int:
-    """Address of ``fastlinear_grouped_backward``, for the door's programs."""
+    """Address of ``fastlinear_grouped_backward``, for the fast path's programs."""
     return cpp_build.address(_library().fastlinear_grouped_backward)
 
 

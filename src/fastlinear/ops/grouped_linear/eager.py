@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common.tape import Program
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.operands import (
     Backward,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import hopper
-from fastlinear.ops.common.door_launch import prepared
+from fastlinear.ops.common.fastpath_launch import prepared
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.operands import Forward
 from fastlinear.ops.grouped_linear.signs import AnyPlace

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.door_launch import prepared
+from fastlinear.ops.common.fastpath_launch import prepared
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.operands import Backward, Numbers
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs

@@ -1,4 +1,4 @@
-"""One direction of a call as a program of the compiled door sees it: tensors by their numbers.
+"""One direction of a call as a program of the compiled fast path sees it: tensors by their numbers.
 
 A backend's ``forward_steps`` and ``backward_steps`` add to the program what its ``forward`` and
 ``backward`` would do, which must have run on tensors laid out so.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common.tape import Program
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.reference import Needs
 from fastlinear.ops.grouped_linear.signs import AnyPlace

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common import door_node
+from fastlinear.ops.common import fastpath_node
 from fastlinear.ops.grouped_linear import (
     cpp,
     group_map,
@@ -37,7 +37,7 @@ def prefer(p: Problem) -> tuple[str, ...]:
         # without nodes in C++ the formula is Python's, which asks more of the host: 430 to 620 us
         # a call, PyTorch's own 270 to 440
         numbers = p.dim("M") * p.dim("G") * (p.dim("K") + p.dim("N"))
-        slow_host = p.device == "cuda" and not p.captured and door_node.reason_not() is not None
+        slow_host = p.device == "cuda" and not p.captured and fastpath_node.reason_not() is not None
         own_autograd = slow_host and numbers < _HOST_BOUND
         return ("eager", "pieces") if own_autograd else ("pieces", "eager")
     if p.device != "cuda":

@@ -1,5 +1,5 @@
-"""Calls of grouped_linear as the compiled door runs and records them: one node, programs of its
-two directions.
+"""Calls of grouped_linear as the compiled fast path runs and records them: one node, programs of
+its two directions.
 
 What a program does is what the backends do, with the very same kernels and ops of PyTorch; other
 backends, and what would be copied first, run in Python inside the node.
@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fastlinear.ops.common import door_node
-from fastlinear.ops.common.door_program import Program, memory
+from fastlinear.ops.common import fastpath_node
+from fastlinear.ops.common.tape import Program, memory
 from fastlinear.ops.grouped_linear import (
     cpp,
     eager,
@@ -32,9 +32,9 @@ from fastlinear.ops.grouped_linear.signs import SIGNS, AnyPlace, are_signs
 NAME = "GroupedLinearBackward"
 _KEPT = {
     "none": (),
-    "output": (door_node.OUTPUT,),
-    "pre": (door_node.INTERNAL,),
-    SIGNS: (door_node.INTERNAL,),
+    "output": (fastpath_node.OUTPUT,),
+    "pre": (fastpath_node.INTERNAL,),
+    SIGNS: (fastpath_node.INTERNAL,),
 }
 _READERS = (-1, -1, -1)  # all are kept: second derivatives start from them
 _X, _WEIGHT, _BIAS, _GIVEN = range(4)  # among a forward's tensors
@@ -44,11 +44,11 @@ Results = tuple[int, int | None]
 
 
 def node(formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    """The door's plan for such training calls, or None while there is no library of nodes.
+    """The fast path's plan for such training calls, or None while there is no library of nodes.
 
     They must have run before.
     """
-    if not door_node.begun():
+    if not fastpath_node.begun():
         return None
     forward, saved, signs = formula.forward_name, formula.saved, formula.signs
     names = formula.activation, formula.layout
@@ -69,7 +69,7 @@ def node(formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None) -> An
         assert weight is not None
         return _backward(formula, needs, dy, x, weight, kept[0] if kept else None)
 
-    return door_node.node(
+    return fastpath_node.node(
         NAME,
         (x, weight, bias),
         formula.forward,
@@ -94,13 +94,13 @@ def inference(
 
     They must have run before; ``plan`` serves what the program cannot.
     """
-    if not door_node.begun():
+    if not fastpath_node.begun():
         return None
     found = _forward(backend, x, weight, bias, activation, layout, False)
     if found is None:
         return None
     p, y, _ = found
-    return door_node.program(p.spec(y), (x, weight, bias), plan)
+    return fastpath_node.program(p.spec(y), (x, weight, bias), plan)
 
 
 def _forward(
@@ -182,7 +182,7 @@ def _in_place(t: Tensor, layout: str, features: int, weight: Tensor) -> Tensor |
 
 def _launches(x: Tensor) -> bool:
     """Whether programs can launch kernels, where x asks for that."""
-    return not x.is_cuda or door_node.serves_cuda()
+    return not x.is_cuda or fastpath_node.serves_cuda()
 
 
 # --------------------------------------------------------------------------------------------

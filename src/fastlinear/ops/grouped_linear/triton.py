@@ -97,7 +97,7 @@ def forward_steps(call: Forward) -> tuple[int, int | None] | None:
     if plan is None:
         return None
     y, kept = call.results()
-    made = call.program.launch(plan.launch.in_door((*call.numbers, y, kept)))
+    made = call.program.launch(plan.launch.in_fastpath((*call.numbers, y, kept)))
     return (y, kept) if made else None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common.tape import Program
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
@@ -152,7 +152,7 @@ def _gradients_steps(call: Backward, config: BackwardConfig | None) -> Numbers |
     if dx is not None:
         plan = _plans.get(("dx", *tensors.facts_of(dy, weight, call.like_dx())))
         read = call.dy.number, call.weight.number, None
-        if plan is None or not p.launch(plan.launch.in_door((*read, dx, None))):
+        if plan is None or not p.launch(plan.launch.in_fastpath((*read, dx, None))):
             return None
     if dw is not None:
         plan = _plans.get(("dw", *tensors.facts_of(dy, x)))
@@ -286,7 +286,7 @@ class _SinglePass:
         """``run`` of tensors of these numbers; whether launches are all there is."""
         dw_part, db_part = self._sums.numbers(program, dw, db, dy)
         read = dy, saved, x, weight
-        first = program.launch(self._launch.in_door((*read, dx, dw_part, db_part)))
+        first = program.launch(self._launch.in_fastpath((*read, dx, dw_part, db_part)))
         return first and self._sums.steps(program, dw_part, db_part, dw, db)
 
 
@@ -333,7 +333,7 @@ class _GradPre:
     ) -> bool:
         """``run`` of tensors of these numbers; whether launches are all there is."""
         _, part = self._sums.numbers(program, None, db, dy)
-        first = program.launch(self._launch.in_door((dy, saved, dpre, part)))
+        first = program.launch(self._launch.in_fastpath((dy, saved, dpre, part)))
         return first and self._sums.steps(program, None, part, None, db)
 
 
@@ -375,7 +375,7 @@ class _GradWeight:
     def steps(self, program: Program, dpre: int, x: int, dw: int) -> bool:
         """``run`` of tensors of these numbers; whether launches are all there is."""
         part, _ = self._sums.numbers(program, dw, None, dpre)
-        first = program.launch(self._launch.in_door((dpre, x, part)))
+        first = program.launch(self._launch.in_fastpath((dpre, x, part)))
         return first and self._sums.steps(program, part, None, dw, None)
 
 
@@ -428,7 +428,7 @@ class _Sums:
 
     def steps(self, program: Program, *shares_and_results: int | None) -> bool:
         """``run`` of tensors of these numbers; whether a launch is all there is."""
-        return self._launch is None or program.launch(self._launch.in_door(shares_and_results))
+        return self._launch is None or program.launch(self._launch.in_fastpath(shares_and_results))
 
 
 def _plan(key: Any, make: Any) -> Any:

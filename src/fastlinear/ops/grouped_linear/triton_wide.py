@@ -161,7 +161,7 @@ def forward_steps(call: Forward) -> tuple[int, int | None] | None:
     flat = like.view(m, groups * n)
     given = {0: rows, 1: weight.view(groups * n, k), 3: flat, 4: flat}
     y, pre = call.results()
-    made = call.program.launch(plan.in_door((*call.numbers, y, pre), given))
+    made = call.program.launch(plan.in_fastpath((*call.numbers, y, pre), given))
     return (y, pre) if made else None
 
 

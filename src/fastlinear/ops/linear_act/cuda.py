@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.door_launch import DoorLaunch, Y
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch, Y
 from fastlinear.ops.common.hopper import (
     ARCH,
     BK,
@@ -314,10 +314,11 @@ def forward(
     return gemm(x, weight, bias, activation, save_pre)
 
 
-def door_launch(
+def fastpath_launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
-) -> DoorLaunch | None:
-    """``forward`` of such tensors without the pre-activation, as one launch for the compiled door.
+) -> FastpathLaunch | None:
+    """``forward`` of such tensors without the pre-activation, as one launch for the compiled fast
+    path.
 
     None where it is more than a launch: ``gemm`` copies what is not aligned.
     """
@@ -341,4 +342,4 @@ def door_launch(
         tensors.append((plan.bias, 2))
     assert launch._handle is not None
     where = launch._handle, launch._config_ref, launch._slots_ref
-    return DoorLaunch(*where, tuple(tensors), (15, 15, 3), plan)
+    return FastpathLaunch(*where, tuple(tensors), (15, 15, 3), plan)

@@ -20,7 +20,7 @@ from fastlinear.core.device import device_facts
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import CUDA_HEADER, cuda_macros
-from fastlinear.ops.common.door_launch import DoorLaunch, Y
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch, Y
 from fastlinear.ops.common.hopper import WORDS, EarlyLaunch
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.few_rows_config import (
@@ -33,7 +33,7 @@ from fastlinear.ops.linear_act.few_rows_config import (
     spread,
 )
 
-__all__ = ["ARCH", "door_launch", "forward", "reason_not", "source"]
+__all__ = ["ARCH", "fastpath_launch", "forward", "reason_not", "source"]
 
 ARCH = "sm_90a"
 KERNEL = "linear_act_few_rows"
@@ -211,10 +211,10 @@ def _require_served(x: Tensor, weight: Tensor, save_pre: bool, config: Config | 
         )
 
 
-def door_launch(
+def fastpath_launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
-) -> DoorLaunch | None:
-    """``forward`` of such tensors as one launch for the compiled door.
+) -> FastpathLaunch | None:
+    """``forward`` of such tensors as one launch for the compiled fast path.
 
     None where it is more than a launch, or another: ``forward`` of what is not aligned.
     """
@@ -231,4 +231,4 @@ def door_launch(
     launch = plan.launch
     assert launch._handle is not None
     where = launch._handle, launch._config_ref, launch._slots_ref
-    return DoorLaunch(*where, tuple(tensors), (15, 15, 7), plan)
+    return FastpathLaunch(*where, tuple(tensors), (15, 15, 7), plan)

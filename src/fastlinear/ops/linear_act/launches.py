@@ -1,4 +1,4 @@
-"""Single launches of linear_act's CUDA kernels, as the compiled door runs them."""
+"""Single launches of linear_act's CUDA kernels, as the compiled fast path runs them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.door_launch import DoorLaunch, Y
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch, Y
 from fastlinear.ops.linear_act.cuda_config import config_for
 
 PRE = -2
@@ -16,7 +16,7 @@ PRE = -2
 
 def forward(
     backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
-) -> DoorLaunch | None:
+) -> FastpathLaunch | None:
     """The launch of a forward that has run on such CUDA tensors, or None where that is not all.
 
     With ``save_pre`` it stores the pre-activation (M, N) as well.
@@ -32,23 +32,25 @@ def forward(
 
         if save_pre:
             return _saving(x, weight, bias, activation)
-        return cuda.door_launch(x, weight, bias, activation)
+        return cuda.fastpath_launch(x, weight, bias, activation)
     if backend == "few_rows" and not save_pre:
         from fastlinear.ops.linear_act import few_rows
 
-        return few_rows.door_launch(x, weight, bias, activation)
+        return few_rows.fastpath_launch(x, weight, bias, activation)
     if backend == "triton":
         from fastlinear.ops.linear_act import triton
 
-        return triton.door_launch(x, weight, bias, activation, PRE if save_pre else None)
+        return triton.fastpath_launch(x, weight, bias, activation, PRE if save_pre else None)
     return None
 
 
-def _saving(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> DoorLaunch | None:
-    """``cuda.door_launch`` that stores the pre-activation as well."""
+def _saving(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> FastpathLaunch | None:
+    """``cuda.fastpath_launch`` that stores the pre-activation as well."""
     from fastlinear.ops.linear_act import cuda
 
-    plain = cuda.door_launch(x, weight, bias, activation)  # whether one launch is all
+    plain = cuda.fastpath_launch(x, weight, bias, activation)  # whether one launch is all
     if plain is None:
         return None
     (M, K), N = x.shape, weight.shape[0]
@@ -62,4 +64,4 @@ def _saving(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> 
     launch = plan.launch
     assert launch._handle is not None
     where = launch._handle, launch._config_ref, launch._slots_ref
-    return DoorLaunch(*where, tuple(tensors), plain.masks, plan)
+    return FastpathLaunch(*where, tuple(tensors), plain.masks, plan)

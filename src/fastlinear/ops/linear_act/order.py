@@ -7,7 +7,7 @@ import torch
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common import door_node
+from fastlinear.ops.common import fastpath_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import (
     cpp,
@@ -30,7 +30,7 @@ def prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
     if p.piece == STEP:
         # without nodes in C++ the formula is Python's, which asks more of the host
-        slow_host = p.device == "cuda" and not p.captured and door_node.reason_not() is not None
+        slow_host = p.device == "cuda" and not p.captured and fastpath_node.reason_not() is not None
         own_autograd = slow_host and _launch_bound(p)
         return ("eager", "pieces") if own_autograd else ("pieces", "eager")
     if p.piece == WHOLE_BACKWARD:

@@ -1,4 +1,5 @@
-"""Training calls of linear_act as the compiled door records them: one node, programs of pieces.
+"""Training calls of linear_act as the compiled fast path records them: one node, programs of
+pieces.
 
 What a program does is what the backends chosen for the pieces do, with the very same kernels and
 ops of PyTorch; a backend that has no such form leaves its direction to Python.
@@ -12,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fastlinear.ops.common import cpp_build, cpp_elementwise, cpp_gemm, door_node
-from fastlinear.ops.common.door_launch import DoorLaunch, Y
-from fastlinear.ops.common.door_program import Program, memory
+from fastlinear.ops.common import cpp_build, cpp_elementwise, cpp_gemm, fastpath_node
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch, Y
+from fastlinear.ops.common.tape import Program, memory
 from fastlinear.ops.linear_act import launches, onednn
 from fastlinear.ops.linear_act.autograd import Formula
 
@@ -38,7 +39,7 @@ class Training:
     backward: dict[str, str]
 
 
-_KEPT = {"none": (), "output": (door_node.OUTPUT,), "pre": (door_node.HIDDEN,)}
+_KEPT = {"none": (), "output": (fastpath_node.OUTPUT,), "pre": (fastpath_node.HIDDEN,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def matrix(program: Program, number: int, tensor: Tensor) -> Operand:
 def node(training: Training, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """The table's plan for such calls, which have run. None while there is no library of nodes, or
     where the bias is not dense."""
-    if not (_dense(bias) and door_node.begun()):
+    if not (_dense(bias) and fastpath_node.begun()):
         return None
     formula = training.formula
 
@@ -80,7 +81,7 @@ def node(training: Training, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
         return _backward(training, needs, dy, tensors[0], tensors[1], kept[0] if kept else None)
 
     given = (x.detach(), weight.detach(), None if bias is None else bias.detach())
-    return door_node.node(
+    return fastpath_node.node(
         NAME,
         (x, weight, bias),
         formula.forward,
@@ -119,19 +120,23 @@ def program(
     bias: Tensor | None,
 ) -> Any:
     """The table's plan for the same calls where they are several launches, or None."""
-    if not door_node.begun() or not viewable(x) or (x.is_cuda and not door_node.serves_cuda()):
+    if (
+        not fastpath_node.begun()
+        or not viewable(x)
+        or (x.is_cuda and not fastpath_node.serves_cuda())
+    ):
         return None
     p = Program(3)
     given = matrix(p, 0, x), Operand(weight, 1, 1), None if bias is None else Operand(bias, 2, 2)
     shape = (*x.shape[:-1], weight.shape[0])
     made = forward_steps(p, backend, *given, activation, False, shape)
-    return None if made is None else door_node.program(p.spec(made[0]), (x, weight, bias), plan)
+    return None if made is None else fastpath_node.program(p.spec(made[0]), (x, weight, bias), plan)
 
 
 def _forward(training: Training, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """The forward's program: x, weight, bias → y, and the pre-activation where it is kept."""
     formula = training.formula
-    if not viewable(x) or (x.is_cuda and not door_node.serves_cuda()):
+    if not viewable(x) or (x.is_cuda and not fastpath_node.serves_cuda()):
         return None
     p = Program(3)
     shape = (*x.shape[:-1], weight.shape[0])
@@ -157,7 +162,7 @@ def _backward(
 
     dy is contiguous, and all this ran on such tensors.
     """
-    if dy.is_cuda and not door_node.serves_cuda():
+    if dy.is_cuda and not fastpath_node.serves_cuda():
         return None
     if (x is not None and not viewable(x)) or (saved is not None and not saved.is_contiguous()):
         return None
@@ -391,7 +396,7 @@ def viewable(x: Tensor) -> bool:
     return x.dim() == 2 or x.is_contiguous()
 
 
-def _numbered(launch: DoorLaunch, numbers: dict[int, int | None]) -> DoorLaunch:
+def _numbered(launch: FastpathLaunch, numbers: dict[int, int | None]) -> FastpathLaunch:
     """The launch with the places of its tensors as numbers of a program's."""
     found = []
     for argument, tensor in launch.tensors:

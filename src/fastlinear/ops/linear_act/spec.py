@@ -17,7 +17,7 @@ from fastlinear.op.front import Front, choices
 from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
 from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
-from fastlinear.ops.common import calls, door, door_node
+from fastlinear.ops.common import calls, fastpath, fastpath_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import programs, reference, selection
 from fastlinear.ops.linear_act.autograd import (
@@ -68,7 +68,7 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
         step = any(c.problem.piece == STEP and c.backend.name == "pieces" for c in chosen)
         plain = grad and step and not (empty or captured or autocast)
         # PyTorch's nodes cost less than one in Python, and more than one in C++
-        if not (plain and door.table(NAME) is not None and door_node.begun()):
+        if not (plain and fastpath.table(NAME) is not None and fastpath_node.begun()):
             return Resolved(_own(activation), _own_in_table(activation), by_torch=True)
     if grad:
         return _train(arguments, chosen)

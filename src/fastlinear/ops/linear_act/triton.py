@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fastlinear.ops.common.door_launch import DoorLaunch, Y
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch, Y
+from fastlinear.ops.common.tape import Program
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.linear_act import columns
 from fastlinear.ops.linear_act.triton_config import FewRowsConfig, few_rows_config_for, reason_not
@@ -75,17 +75,19 @@ def forward(
     return _rounded(y, x), None if pre is None else _rounded(pre, x)
 
 
-def door_launch(
+def fastpath_launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, pre: int | None = None
-) -> DoorLaunch | None:
-    """``forward`` of such tensors as one launch for the compiled door.
+) -> FastpathLaunch | None:
+    """``forward`` of such tensors as one launch for the compiled fast path.
 
     ``pre`` stands for the pre-activation among the launch's tensors, None where it is not saved.
     None where it is more than one, or descriptors are encoded on the way. ``forward`` must have run
     on such tensors.
     """
     plan = _forward_plan(x, weight, bias, activation, pre is not None, None)
-    launch: DoorLaunch | None = plan.door_launch((0, 1, None if bias is None else 2, Y, pre))
+    launch: FastpathLaunch | None = plan.fastpath_launch(
+        (0, 1, None if bias is None else 2, Y, pre)
+    )
     return launch
 
 
@@ -368,9 +370,10 @@ class _FewRows:
         """Launch; y (M, N), not empty, and pre, if any, are contiguous; w_t is (K, N)."""
         self._launch(x, w_t, bias, y, pre)
 
-    def door_launch(self, tensors: tuple[int | None, ...]) -> DoorLaunch | None:
-        """The launch for the compiled door; ``tensors`` as ``Launch.in_door`` takes them."""
-        return self._launch.in_door(tensors)
+    def fastpath_launch(self, tensors: tuple[int | None, ...]) -> FastpathLaunch | None:
+        """The launch for the compiled fast path; ``tensors`` as ``Launch.in_fastpath`` takes
+        them."""
+        return self._launch.in_fastpath(tensors)
 
 
 class _GradPre:
@@ -432,10 +435,10 @@ class _GradPre:
     ) -> bool:
         """``run`` of tensors of these numbers; whether launches are all there is."""
         if self._part_shape is None:
-            return program.launch(self._launch.in_door((dy, saved, dpre, db)))
+            return program.launch(self._launch.in_fastpath((dy, saved, dpre, db)))
         part = program.empty(self._part_shape, torch.float32, dy)
-        first = program.launch(self._launch.in_door((dy, saved, dpre, part)))
-        return first and program.launch(self._sum.in_door((part, db)))
+        first = program.launch(self._launch.in_fastpath((dy, saved, dpre, part)))
+        return first and program.launch(self._sum.in_fastpath((part, db)))
 
 
 def _grad_pre_blocks(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common.tape import Program
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act import triton as products
@@ -272,9 +272,9 @@ class _Backward:
     ) -> bool:
         """``run`` of tensors of these numbers; whether launches are all there is."""
         if self._parts is None:
-            return program.launch(self._launch.in_door((*given, dx, dw, db)))
+            return program.launch(self._launch.in_fastpath((*given, dx, dw, db)))
         like = given[0]
         assert like is not None
         parts = program.empty(self._parts, torch.float32, like)
-        first = program.launch(self._launch.in_door((*given, parts, dw, db)))
-        return first and program.launch(self._sum.in_door((parts, None, dx, None)))
+        first = program.launch(self._launch.in_fastpath((*given, parts, dw, db)))
+        return first and program.launch(self._sum.in_fastpath((parts, None, dx, None)))

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 
 from fastlinear.core.device import device_facts
-from fastlinear.ops.common.door_launch import DoorLaunch
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch
+from fastlinear.ops.common.tape import Program
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.linear_act import triton_single_config
 from fastlinear.ops.linear_act.triton_config import config_for, grad_config_for
@@ -127,14 +127,15 @@ class Product:
     ) -> bool:
         """``run`` of tensors of these numbers; whether launches are all there is."""
         if self._workspace is None:
-            return program.launch(self._launch.in_door((a, b, bias, out, pre)))
+            return program.launch(self._launch.in_fastpath((a, b, bias, out, pre)))
         parts = program.empty(self._workspace, torch.float32, a)
-        first = program.launch(self._launch.in_door((a, b, None, parts, None)))
-        return first and program.launch(self._sum.in_door((parts, bias, out, pre)))
+        first = program.launch(self._launch.in_fastpath((a, b, None, parts, None)))
+        return first and program.launch(self._sum.in_fastpath((parts, bias, out, pre)))
 
-    def door_launch(self, tensors: tuple[int | None, ...]) -> DoorLaunch | None:
-        """The launch for the compiled door; ``tensors`` as ``Launch.in_door`` takes them."""
-        return None if self._workspace is not None else self._launch.in_door(tensors)
+    def fastpath_launch(self, tensors: tuple[int | None, ...]) -> FastpathLaunch | None:
+        """The launch for the compiled fast path; ``tensors`` as ``Launch.in_fastpath`` takes
+        them."""
+        return None if self._workspace is not None else self._launch.in_fastpath(tensors)
 
 
 class Turned:
@@ -180,7 +181,7 @@ class Turned:
             return False
         return self._product.steps(program, into_a, into_b, bias, out, pre)
 
-    def door_launch(self, tensors: tuple[int | None, ...]) -> DoorLaunch | None:
+    def fastpath_launch(self, tensors: tuple[int | None, ...]) -> FastpathLaunch | None:
         """None: these are several launches."""
         return None
 
@@ -204,7 +205,7 @@ class _Turn:
 
     def steps(self, program: Program, t: int) -> int | None:
         out = program.empty(self._shape, torch.float32, t)
-        return out if program.launch(self._launch.in_door((t, out))) else None
+        return out if program.launch(self._launch.in_fastpath((t, out))) else None
 
 
 def product(a: Tensor, b: Tensor, activation: str = "none") -> Product | Turned:

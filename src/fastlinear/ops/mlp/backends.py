@@ -39,9 +39,9 @@ _CPP_SOURCES = (
     *("mlp.cpp", "mlp_forward.h", "mlp_backward.h", "mlp_product.h", "mlp_dots.h"),
     *("../common/activations.h", "../common/vectors.h", "../common/threads.h"),
     *(
-        "../common/door.cpp",
-        "../common/door_call.h",
-        "../common/door_plans.h",
+        "../common/fastpath.cpp",
+        "../common/fastpath_call.h",
+        "../common/fastpath_plans.h",
         "../common/cpp_build.py",
     ),
 )
@@ -238,7 +238,7 @@ _STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
 _PIECES_SOURCES = (
     *("autograd.py", "programs.py", "whole_cpp_programs.py", "layerwise.py"),
     *("whole_cpp.py", "whole_triton.py"),
-    *("../common/door_node.h", "../common/door_program.h"),
+    *("../common/fastpath_node.h", "../common/tape.h"),
     *("whole_triton_plans.py", "whole_triton_config.py"),
     "whole_cuda.py",
     *(*_CPP_SOURCES, *_TRITON_SOURCES, *_CUDA_SOURCES, *_LAYER_SOURCES),

@@ -1,4 +1,4 @@
-"""Calls of mlp as the compiled door runs them: in training one node for the whole chain.
+"""Calls of mlp as the compiled fast path runs them: in training one node for the whole chain.
 
 Where a direction runs layer after layer, its program is that of the layers, one after the other;
 other backends are called from the node. So are layers without gradients.
@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from fastlinear.dispatch.select import select
-from fastlinear.ops.common import door_node
+from fastlinear.ops.common import fastpath_node
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common.tape import Program
 from fastlinear.ops.linear_act.problem import BACKWARD_PIECES
 from fastlinear.ops.linear_act.programs import Layer, Operand, forward_steps, matrix, viewable
 from fastlinear.ops.mlp.autograd import Formula
@@ -44,10 +44,10 @@ def node(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None,
 ) -> Any:
-    """The door's plan for such calls, or None where there is no library of nodes, or too many
+    """The fast path's plan for such calls, or None where there is no library of nodes, or too many
     tensors. They must have run before; biases are contiguous."""
     tensors = (x, *weights, *((None,) if biases is None else biases))
-    if not door_node.begun() or len(tensors) > door_node.MAX_TENSORS:
+    if not fastpath_node.begun() or len(tensors) > fastpath_node.MAX_TENSORS:
         return None
     formula = training.formula
 
@@ -59,9 +59,13 @@ def node(
     ) -> Any:
         return _backward(training, needs, dy, tensors, kept)
 
-    last = {"none": door_node.NOTHING, "output": door_node.OUTPUT, "pre": door_node.INTERNAL}
-    kinds = (door_node.INTERNAL,) * (formula.layers - 1)
-    return door_node.node(
+    last = {
+        "none": fastpath_node.NOTHING,
+        "output": fastpath_node.OUTPUT,
+        "pre": fastpath_node.INTERNAL,
+    }
+    kinds = (fastpath_node.INTERNAL,) * (formula.layers - 1)
+    return fastpath_node.node(
         NAME,
         tensors,
         formula.forward,
@@ -89,11 +93,11 @@ def program(
     biases: Sequence[Tensor | None] | None,
     plan: Callable[..., Tensor],
 ) -> Any:
-    """The door's plan for such calls, or None where there is no library of programs, too many
+    """The fast path's plan for such calls, or None where there is no library of programs, too many
     tensors, or a layer's backend that has no such form. They must have run before; biases are
     contiguous. ``plan`` serves what the program cannot."""
     tensors = (x, *weights, *((None,) if biases is None else biases))
-    if not door_node.begun() or len(tensors) > door_node.MAX_TENSORS or not _served(x):
+    if not fastpath_node.begun() or len(tensors) > fastpath_node.MAX_TENSORS or not _served(x):
         return None
     p = Program(len(tensors))
     if inference.backend != "layerwise":
@@ -102,7 +106,7 @@ def program(
         names = layer_activations(len(weights), inference.activation, inference.final_activation)
         steps = _layers(p, "layerwise", x, weights, biases, names, saving=False)
         y = None if steps is None else steps[0]
-    return None if y is None else door_node.program(p.spec(y), tensors, plan)
+    return None if y is None else fastpath_node.program(p.spec(y), tensors, plan)
 
 
 def _whole(
@@ -118,13 +122,13 @@ def _whole(
     rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
     names = inference.activation, inference.final_activation
     if inference.backend == "whole_triton":
-        from fastlinear.ops.mlp import whole_triton_door
+        from fastlinear.ops.mlp import whole_triton_fastpath
 
-        triton = whole_triton_door.in_door(rows, weights, given, *names, y)
+        triton = whole_triton_fastpath.in_fastpath(rows, weights, given, *names, y)
         return y if p.launch(triton) else None
     from fastlinear.ops.mlp import whole_cuda
 
-    found = whole_cuda.in_door(rows, weights, given, *names, y)
+    found = whole_cuda.in_fastpath(rows, weights, given, *names, y)
     if found is None:
         return None
     if found.fixed:
@@ -263,7 +267,7 @@ def _backward(
 
 
 def _served(x: Tensor) -> bool:
-    return viewable(x) and (not x.is_cuda or door_node.serves_cuda())
+    return viewable(x) and (not x.is_cuda or fastpath_node.serves_cuda())
 
 
 def _layer(

@@ -19,7 +19,7 @@ from fastlinear.op.front import Front, choices
 from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
 from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
-from fastlinear.ops.common import calls, door_node
+from fastlinear.ops.common import calls, fastpath_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import as_result
 from fastlinear.ops.mlp import programs, reference, selection, whole_cpp
@@ -64,7 +64,7 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
             plan = _chain_in_place(*names)
             return Resolved(plan, plan, by_torch=True)
         plain = backend is None and not (empty or autocast or captured)
-        if not (plain and door_node.begun() and _by_node(chosen)):
+        if not (plain and fastpath_node.begun() and _by_node(chosen)):
             # PyTorch's nodes cost less than one in Python, and more than one in C++
             return Resolved(own, own, by_torch=True)
     if grad:

@@ -18,7 +18,7 @@ from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import CODES, CUDA_HEADER, cuda_macros
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp.whole_cuda_config import Config, Widths, input_units
-from fastlinear.ops.mlp.whole_door import Places
+from fastlinear.ops.mlp.whole_fastpath import Places
 
 __all__ = ["ClustersPlan", "save_mode", "source"]
 

@@ -137,13 +137,13 @@ def codes(layers: int, activation: str, final_activation: str) -> tuple[int, ...
 
 @lru_cache(maxsize=1)
 def address() -> int:
-    """Address of ``fastlinear_mlp_forward``, for the compiled door."""
+    """Address of ``fastlinear_mlp_forward``, for the compiled fast path."""
     return cpp_build.address(_library().fastlinear_mlp_forward)
 
 
 @lru_cache(maxsize=1)
 def backward_address() -> int:
-    """Address of ``fastlinear_mlp_backward``, for the door's nodes."""
+    """Address of ``fastlinear_mlp_backward``, for the fast path's nodes."""
     return cpp_build.address(_library().fastlinear_mlp_backward)
 
 

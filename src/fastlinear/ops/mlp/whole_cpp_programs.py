@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.door_program import Program, memories, memory
+from fastlinear.ops.common.tape import Program, memories, memory
 from fastlinear.ops.mlp import whole_cpp
 from fastlinear.ops.mlp.autograd import Formula
 from fastlinear.ops.mlp.reference import first_needed

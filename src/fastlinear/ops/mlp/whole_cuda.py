@@ -42,7 +42,7 @@ from fastlinear.ops.mlp.whole_cuda_config import (
     launches_for,
     stream_for,
 )
-from fastlinear.ops.mlp.whole_door import WholeLaunch, whole_launch
+from fastlinear.ops.mlp.whole_fastpath import WholeLaunch, whole_launch
 from fastlinear.ops.mlp.whole_grid import Grid, GridPlan
 from fastlinear.ops.mlp.whole_launches import Launches, LaunchesPlan
 from fastlinear.ops.mlp.whole_stream import Stream, StreamPlan
@@ -59,7 +59,7 @@ __all__ = [
     "config_for",
     "forward",
     "grid_for",
-    "in_door",
+    "in_fastpath",
     "launches_for",
     "reason_not",
     "stream_for",
@@ -211,7 +211,7 @@ def forward(
     return reference.forward(x, weights, biases, activation, final_activation, save)
 
 
-def in_door(
+def in_fastpath(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
@@ -220,8 +220,8 @@ def in_door(
     y: int,
 ) -> WholeLaunch | None:
     """``forward`` of such tensors without what the backward reads, as one launch for the compiled
-    door; y (M, n_L) is its tensor of that number. None where it is more than a launch, or has not
-    run before."""
+    fast path; y (M, n_L) is its tensor of that number. None where it is more than a launch, or has
+    not run before."""
     index = x.device.index
     tensors = [t for t in (*weights, *biases) if t is not None]
     if index != torch._C._cuda_getDevice() or x.stride(1) != 1:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import CODES, CUDA_HEADER, cuda_macros
-from fastlinear.ops.mlp.whole_door import Places
+from fastlinear.ops.mlp.whole_fastpath import Places
 from fastlinear.ops.mlp.whole_workspace import make_cooperative, workspace
 
 __all__ = ["Grid", "GridPlan", "source"]

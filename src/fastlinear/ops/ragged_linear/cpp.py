@@ -20,7 +20,7 @@ from fastlinear.dispatch.backend import about_to_run
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import CODES
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.door_program import Program, memory
+from fastlinear.ops.common.tape import Program, memory
 from fastlinear.ops.grouped_linear.cpp import NO_HALF, half_products
 from fastlinear.ops.grouped_linear.operands import Numbers, Operand, number_of
 from fastlinear.ops.ragged_linear.layout import dense, dense_rows, has_rows, with_rows

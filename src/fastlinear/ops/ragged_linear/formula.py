@@ -15,7 +15,7 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.ragged_linear import products
 
 More = tuple[Tensor, Tensor | None]
-"""group_sizes and bias, as one argument: the compiled door hands on three."""
+"""group_sizes and bias, as one argument: the compiled fast path hands on three."""
 Needs = tuple[bool, bool, bool]
 """Which of dx, dW and db are wanted."""
 

@@ -1,5 +1,5 @@
-"""Calls of ragged_linear as the compiled door runs and records them: one node, programs of its two
-directions.
+"""Calls of ragged_linear as the compiled fast path runs and records them: one node, programs of its
+two directions.
 
 What a program does is what the backends do, with the very same launches or C++ functions. The
 sizes are read at every call: on the device, or by the C++ function, which turns a call with bad
@@ -12,24 +12,24 @@ from typing import Any
 
 from torch import Tensor
 
-from fastlinear.ops.common import door_node
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common import fastpath_node
+from fastlinear.ops.common.tape import Program
 from fastlinear.ops.grouped_linear.operands import Operand
 from fastlinear.ops.ragged_linear import cpp
 from fastlinear.ops.ragged_linear.formula import Formula, More
 
 NAME = "RaggedLinearBackward"
-_KEPT = {"none": (), "output": (door_node.OUTPUT,), "pre": (door_node.INTERNAL,)}
+_KEPT = {"none": (), "output": (fastpath_node.OUTPUT,), "pre": (fastpath_node.INTERNAL,)}
 _ALL = -1  # gradients that a tensor is kept for: second derivatives start from all of them
 _GIVEN = 4  # x, weight, group_sizes, bias; a backward's begin with dy
 
 
 def node(formula: Formula, x: Tensor, weight: Tensor, more: More) -> Any:
-    """The door's plan for such training calls, or None while there is no library of nodes.
+    """The fast path's plan for such training calls, or None while there is no library of nodes.
 
     They must have run before.
     """
-    if not door_node.begun():
+    if not fastpath_node.begun():
         return None
     saved, program = formula.saved, None
     found = _forward(formula, x, weight, more, saved == "pre")
@@ -46,8 +46,8 @@ def node(formula: Formula, x: Tensor, weight: Tensor, more: More) -> Any:
     ) -> Any:
         return _backward(formula, needs, (dy, *tensors, *kept))
 
-    own_kept = (door_node.INTERNAL,) if formula.keeps_sizes else ()
-    return door_node.node(
+    own_kept = (fastpath_node.INTERNAL,) if formula.keeps_sizes else ()
+    return fastpath_node.node(
         NAME,
         (x, weight, *more),
         formula.forward,
@@ -60,15 +60,15 @@ def node(formula: Formula, x: Tensor, weight: Tensor, more: More) -> Any:
 
 
 def inference(formula: Formula, x: Tensor, weight: Tensor, more: More) -> Any:
-    """The door's plan for such calls without gradients, or None where the formula runs them.
+    """The fast path's plan for such calls without gradients, or None where the formula runs them.
 
     They must have run before.
     """
-    found = _forward(formula, x, weight, more, False) if door_node.begun() else None
+    found = _forward(formula, x, weight, more, False) if fastpath_node.begun() else None
     if found is None:
         return None
     p, y, *_ = found
-    return door_node.program(p.spec(y), (x, weight, *more), formula.inference)
+    return fastpath_node.program(p.spec(y), (x, weight, *more), formula.inference)
 
 
 def _forward(
@@ -76,7 +76,7 @@ def _forward(
 ) -> tuple[Program, int, int | None, int | None] | None:
     """The forward's program and the numbers of y, the pre-activation and the copy of the sizes;
     None where it cannot be told."""
-    if x.is_cuda and not door_node.serves_cuda():
+    if x.is_cuda and not fastpath_node.serves_cuda():
         return None
     p = Program(_GIVEN)
     sizes, bias = more
@@ -112,7 +112,7 @@ def _backward(formula: Formula, needs: tuple[bool, ...], tensors: tuple[Tensor |
     if formula.backend == "cpp":
         dx, dw, db = cpp.backward_steps(*call)
         return p.spec(dx, dw, None, db)
-    if not door_node.serves_cuda() and x.tensor.is_cuda:
+    if not fastpath_node.serves_cuda() and x.tensor.is_cuda:
         return None
     from fastlinear.ops.ragged_linear import triton_steps
 

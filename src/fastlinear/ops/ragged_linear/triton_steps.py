@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common.tape import Program
 from fastlinear.ops.grouped_linear.operands import Numbers, Operand, number_of
 from fastlinear.ops.ragged_linear import triton
 from fastlinear.ops.ragged_linear.layout import dense, dense_rows
@@ -64,7 +64,7 @@ def backward_steps(
             return None
         dw, db = (None if t is None else p.empty(t.shape, dtype, x.number) for t in likes)
         tiles = {i: t.tensor for i, t in enumerate(given[:3]) if t is not None}
-        if not p.launch(launch.in_door((*map(number_of, given), dw, db), tiles)):
+        if not p.launch(launch.in_fastpath((*map(number_of, given), dw, db), tiles)):
             return None
     return dx, dw, db
 
@@ -94,7 +94,7 @@ def _product_steps(
         tiles = {0: x.tensor, 1: triton._flat(weight.tensor)}
         if saved is not None:
             tiles[3] = saved.tensor
-    made = p.launch(launch.in_door((*map(number_of, given), y, pre), tiles))
+    made = p.launch(launch.in_fastpath((*map(number_of, given), y, pre), tiles))
     return (y, pre) if made else None
 
 

@@ -20,7 +20,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import about_to_run
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import CODES
-from fastlinear.ops.common.door_program import Program, memories, memory
+from fastlinear.ops.common.tape import Program, memories, memory
 from fastlinear.ops.grouped_linear.cpp import (
     NO_HALF,
     NO_VECTORS,

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common.tape import Program
 from fastlinear.ops.unequal_linear import layout
 from fastlinear.ops.unequal_linear.compiled import KINDS
 from fastlinear.ops.unequal_linear.config import (

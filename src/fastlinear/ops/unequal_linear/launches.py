@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.door_launch import DoorLaunch, prepared
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch, prepared
+from fastlinear.ops.common.tape import Program
 from fastlinear.ops.unequal_linear.compiled import MAX_GROUPS, kernel
 from fastlinear.ops.unequal_linear.config import (
     EXTRAS,
@@ -164,8 +164,8 @@ class Part:
                 addresses.pack_into(self._memory, offset, *[_address(places[g]) for g in groups])
             self._launch.run(stream)
 
-    def in_door(self, product: Product) -> DoorLaunch:
-        """The launch for the door, whose memory is this part's: it must not run elsewhere."""
+    def in_fastpath(self, product: Product) -> FastpathLaunch:
+        """The launch for the fast path, whose memory is this part's: it must not run elsewhere."""
         places = [
             (ctypes.c_void_p.from_buffer(self._memory, offset + 8 * i), *place)
             for offset, _, groups, operands in self._places(product)
@@ -233,7 +233,7 @@ def run(product: Product, device: torch.device) -> None:
 def launch_in(p: Program, product: Product, device: torch.device) -> None:
     """Launch as steps of a program, whose tensors' numbers the operands are."""
     for part in parts_of(product.kind, device.index):
-        p.launch(part.in_door(product), anywhere=True)  # the kernel sees how rows are aligned
+        p.launch(part.in_fastpath(product), anywhere=True)  # the kernel sees how rows are aligned
 
 
 def _address(place: tuple[Tensor, int] | None) -> int:

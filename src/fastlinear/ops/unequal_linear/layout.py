@@ -1,7 +1,7 @@
 """What a call of unequal_linear is made of: sizes, and buffers that results of all groups share.
 
-Operands are tensors, or numbers of tensors of a door's program: what is computed where is said once
-for both.
+Operands are tensors, or numbers of tensors of a fast path's program: what is computed where is said
+once for both.
 """
 
 from __future__ import annotations

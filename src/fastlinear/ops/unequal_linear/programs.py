@@ -1,5 +1,5 @@
-"""Calls of unequal_linear as the compiled door runs and records them: one node for all groups, a
-program for each direction."""
+"""Calls of unequal_linear as the compiled fast path runs and records them: one node for all groups,
+a program for each direction."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from fastlinear.ops.common import door_node
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common import fastpath_node
+from fastlinear.ops.common.tape import Program
 from fastlinear.ops.unequal_linear import layout
 from fastlinear.ops.unequal_linear.autograd import Formula, Maybe, kernels, used
 
 NAME = "UnequalLinearBackward"
-_KEEPS = {"none": door_node.NOTHING, "output": door_node.OUTPUT, "pre": door_node.INTERNAL}
+_KEEPS = {
+    "none": fastpath_node.NOTHING,
+    "output": fastpath_node.OUTPUT,
+    "pre": fastpath_node.INTERNAL,
+}
 
 
 def plan(
@@ -25,17 +29,17 @@ def plan(
     biases: Maybe | None,
     grad: bool,
 ) -> Any:
-    """The door's plan for such calls, or None while there is no library of nodes.
+    """The fast path's plan for such calls, or None while there is no library of nodes.
 
     They must have run before.
     """
-    if not door_node.begun() or (xs[0].is_cuda and not door_node.serves_cuda()):
+    if not fastpath_node.begun() or (xs[0].is_cuda and not fastpath_node.serves_cuda()):
         return None
     tensors = (*xs, *weights, *((None,) if biases is None else biases))
     sizes = layout.sizes_of(xs, weights)
     if any(t is not None and t.is_neg() for t in tensors):
         return None
-    return door_node.lists(
+    return fastpath_node.lists(
         NAME,
         len(xs),
         tensors,
@@ -43,7 +47,7 @@ def plan(
         partial(formula.gradients, sizes=sizes) if grad else None,
         partial(_backward, formula, sizes) if grad else None,
         _forward(formula, tensors, len(xs), grad),
-        _KEEPS[formula.keeps] if grad else door_node.NOTHING,
+        _KEEPS[formula.keeps] if grad else fastpath_node.NOTHING,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.timing import Ratio, Samples, paired_ratio
 from fastlinear.dispatch.tune import BASELINE
-from fastlinear.ops.common import door
+from fastlinear.ops.common import fastpath
 from fastlinear.ops.gated_mlp.problem import NAME as GATED
 from fastlinear.ops.grouped_linear.problem import NAME as GROUPED
 from fastlinear.rewrite import registry
@@ -247,11 +247,11 @@ def _measure(
             return None
         with work.budget:
             share = work.budget.share(4 * left, 2.0)
-            with door.patience(work.budget.left_s):
+            with fastpath.patience(work.budget.left_s):
                 found = site.times(chain, runs, work.runner.device, share)
             work.timed[chain.kind] = found[0]
             return found
-    except door.NotYetError:
+    except fastpath.NotYetError:
         why = f"the compiled lookup was not there yet, and {budget_spent(work)}"
         code, why = NO_TIME, f"not measured: {why}"
     except UnsupportedError as error:

@@ -17,7 +17,7 @@ from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.select import Choice
 from fastlinear.dispatch.steps import tuning_order
-from fastlinear.ops.common import door
+from fastlinear.ops.common import fastpath
 from fastlinear.ops.gated_mlp import problem as gated
 from fastlinear.ops.gated_mlp.selection import choices_of as gated_choices
 from fastlinear.ops.grouped_linear import problem as grouped
@@ -143,9 +143,9 @@ def tune_all(
             continue
         share = min(_MAX_TUNE_S, max(0.0, left) / (len(work) - i))
         try:
-            with door.patience(max(0.0, left)):
+            with fastpath.patience(max(0.0, left)):
                 done[problem] = tuning.tune(problem, device=device, budget_s=share, seed=seed)
-        except door.NotYetError:
+        except fastpath.NotYetError:
             budget.untuned += 1
             budget.compiling = True
         except Exception as error:
@@ -170,7 +170,7 @@ def model_pair(
     budget_s: float,
     min_speedup: float = 1.0,
     against: SwapSet | None = None,
-    patience_s: float = door.PATIENCE_S,
+    patience_s: float = fastpath.PATIENCE_S,
 ) -> Pair:
     """A/B of the whole model: the two arms switch the same model's forwards off and on, so that
     no second copy of it is needed. Measured a second time, longer, if the first interval holds
@@ -190,7 +190,7 @@ def model_pair(
         runner.told_step(model, call, "while it was timed rewritten")
 
     pair = None
-    door.settle(min(door.PATIENCE_S, patience_s))
+    fastpath.settle(min(fastpath.PATIENCE_S, patience_s))
     try:
         for rounds, share in zip(_MODEL_ROUNDS, (1 / 3, 2 / 3), strict=True):
             times = interleave(

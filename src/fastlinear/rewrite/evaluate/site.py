@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastlinear.core.compare import Verdict
 from fastlinear.core.timing import Samples, interleave
-from fastlinear.ops.common import door
+from fastlinear.ops.common import fastpath
 from fastlinear.rewrite.evaluate.measure import Pair
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.calls import Kind, Results
@@ -109,7 +109,8 @@ def times(
         return one_pass
 
     if not isinstance(candidate, Candidate):
-        door.wait(door.PATIENCE_S)  # its calls take the compiled door once that is there
+        # its calls take the compiled fast path once that is there
+        fastpath.wait(fastpath.PATIENCE_S)
     found = interleave(
         {name: arm(run) for name, run in runs.items()},
         device=device,

@@ -1,5 +1,5 @@
-"""unequal_linear through the compiled door: the same numbers as in Python, and what it must not
-serve."""
+"""unequal_linear through the compiled fast path: the same numbers as in Python, and what it must
+not serve."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from unserved import unserved
 import fastlinear as fl
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.unequal_linear import autograd, layout, programs
 from fastlinear.ops.unequal_linear.autograd import Formula, recorded
 from fastlinear.ops.unequal_linear.spec import FRONT
 
 pytestmark = [
-    pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here"),
+    pytest.mark.skipif(fastpath_node.reason_not() is not None, reason="no C++ programs here"),
     pytest.mark.skipif(unserved(torch.float32) is not None, reason="no kernels here"),
 ]
 # (tokens, K, N)
@@ -38,8 +38,8 @@ Lists = tuple[list[Tensor], list[Tensor], list[Tensor | None] | None]
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    assert door.wait(), door.reason_not()
-    assert door_node.wait(), door_node.reason_not()
+    assert fastpath.wait(), fastpath.reason_not()
+    assert fastpath_node.wait(), fastpath_node.reason_not()
     FRONT.forget()
     yield
     FRONT.forget()
@@ -101,8 +101,8 @@ def gradients(ys: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
 
 
 def compare(lists: Lists, activation: str = "relu") -> None:
-    """Calls through the door against the formula in Python, and a backward by its program against
-    its first, in Python."""
+    """Calls through the fast path against the formula in Python, and a backward by its program
+    against its first, in Python."""
     wanted = leaves(lists)
     ys = admitted(lambda: together(lists, activation))
     assert served(ys)
@@ -117,7 +117,9 @@ def compare(lists: Lists, activation: str = "relu") -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_kernels_by_the_oracle_and_the_door_by_them(activation: str, dtype: torch.dtype) -> None:
+def test_kernels_by_the_oracle_and_the_fast_path_by_them(
+    activation: str, dtype: torch.dtype
+) -> None:
     if unserved(dtype) is not None:
         pytest.skip("not served here")
     for sizes in (SIZES, LARGE):
@@ -437,7 +439,7 @@ def test_sequences_of_any_kind() -> None:
     same(fl.unequal_linear(iter(xs), iter(weights), activation="relu"), expected)  # type: ignore[arg-type]
 
 
-def test_more_groups_than_the_door_reads_and_changing_sizes(
+def test_more_groups_than_the_fast_path_reads_and_changing_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = tuple((1 + g % 5, 3 + g % 7, 2 + g % 4) for g in range(300))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.op.front import no_table
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.gated_mlp.spec import FRONT
 
 
@@ -18,14 +18,14 @@ def draw(rows: int) -> list[Tensor]:
     return [torch.randn(rows, 16), *(torch.randn(s, requires_grad=True) for s in sizes)]
 
 
-def test_a_door_that_comes_later_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of a kind that was seen before the door was there go through it afterwards."""
-    if not door.wait(120):
-        pytest.skip(str(door.reason_not()))
+def test_a_fast_path_that_comes_later_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of a kind that was seen before the fast path was there go through it afterwards."""
+    if not fastpath.wait(120):
+        pytest.skip(str(fastpath.reason_not()))
     tensors = draw(7)
     monkeypatch.setattr(FRONT, "table", no_table)
     FRONT.plans.clear()
-    monkeypatch.setattr(door, "table", lambda _: None)
+    monkeypatch.setattr(fastpath, "table", lambda _: None)
     first = fl.gated_mlp(*tensors)
     monkeypatch.undo()
     monkeypatch.setattr(FRONT, "table", no_table)
@@ -34,7 +34,7 @@ def test_a_door_that_comes_later_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_training_calls_are_recorded_in_cpp() -> None:
-    if not (door.wait(120) and door_node.wait(120)):
+    if not (fastpath.wait(120) and fastpath_node.wait(120)):
         pytest.skip("no compiler here")
     tensors = draw(300)
     for _ in range(3):

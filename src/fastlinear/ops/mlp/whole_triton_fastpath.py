@@ -1,4 +1,4 @@
-"""A launch of ``whole_triton``'s forward as the compiled door makes it."""
+"""A launch of ``whole_triton``'s forward as the compiled fast path makes it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 import torch
 
-from fastlinear.ops.common.door_launch import DoorLaunch
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch
 from fastlinear.ops.mlp.whole_triton_plans import ForwardPlan
 
 Tensor = torch.Tensor
 
 
-def in_door(
+def in_fastpath(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     activation: str,
     final_activation: str,
     y: int,
-) -> DoorLaunch | None:
+) -> FastpathLaunch | None:
     """``forward`` of such tensors without what the backward reads, as one launch.
 
     Its tensors by number: 0 x (M, n_0), then weights, then biases, and y (M, n_L) of that number.
@@ -39,5 +39,5 @@ def in_door(
     layers = len(ws)
     numbers = tuple(range(1, 1 + layers))
     places = tuple(None if b is None else 1 + layers + i for i, b in enumerate(bs))
-    found: DoorLaunch | None = launch.in_door((0, numbers, places, y, (None,) * layers))
+    found: FastpathLaunch | None = launch.in_fastpath((0, numbers, places, y, (None,) * layers))
     return found

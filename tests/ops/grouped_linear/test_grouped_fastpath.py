@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fastlinear as fl
 from fastlinear.core.compare import judge
 from fastlinear.op.front import no_table
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.grouped_linear import cpp, programs, reference
 from fastlinear.ops.grouped_linear.problem import problem
 from fastlinear.ops.grouped_linear.spec import FRONT
@@ -30,7 +30,7 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def _there() -> None:
-    if not (door.wait(120) and door_node.wait(120)):
+    if not (fastpath.wait(120) and fastpath_node.wait(120)):
         pytest.skip("no compiler here")
 
 
@@ -46,12 +46,12 @@ def everything(run: Any, given: list[Tensor]) -> tuple[Tensor, ...]:
     return (y.detach(), *torch.autograd.grad(y.square().sum(), given))
 
 
-def test_a_door_that_comes_later_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of a kind that was seen before the door was there go through it afterwards."""
+def test_a_fast_path_that_comes_later_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of a kind that was seen before the fast path was there go through it afterwards."""
     given = [t.detach() for t in draw("... g k")]
     monkeypatch.setattr(FRONT, "table", no_table)
     FRONT.plans.clear()
-    monkeypatch.setattr(door, "table", lambda _: None)
+    monkeypatch.setattr(fastpath, "table", lambda _: None)
     first = fl.grouped_linear(*given, layout="... g k")
     assert FRONT.table is no_table
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-// What a call of the door is made of: its tensors, and every fact a plan may depend on.
+// What a call of the fast path is made of: its tensors, and every fact a plan may depend on.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -17,7 +17,7 @@ bool is_autocast_enabled(at::DeviceType device);
 at::ScalarType get_autocast_dtype(at::DeviceType device);
 }  // namespace at::autocast
 
-namespace door {
+namespace fastpath {
 
 constexpr int kMaxTensors = 768;
 constexpr int kMaxDims = 6;
@@ -118,4 +118,4 @@ struct Call {
   }
 };
 
-}  // namespace door
+}  // namespace fastpath

@@ -1,4 +1,5 @@
-"""A CUDA launch as memory that the compiled door fills in: configuration, arguments, addresses."""
+"""A CUDA launch as memory that the compiled fast path fills in: configuration, arguments,
+addresses."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from fastlinear.ops.common import cuda_driver as driver
 Y = -1
 """Stands for the result among the tensors of a call: 0 x, 1 weight, 2 bias."""
 
-_POINTER, _TENSOR_MAP = 0, 1  # as door_plans.h numbers them
+_POINTER, _TENSOR_MAP = 0, 1  # as fastpath_plans.h numbers them
 
 
 @dataclass(frozen=True)
-class DoorLaunch:
+class FastpathLaunch:
     """One kernel launch of fixed shapes, with memory of its own.
 
     Attributes:
@@ -25,7 +26,8 @@ class DoorLaunch:
         tensors: arguments that hold an address, and which of the call's tensors it is of.
         masks: for each of the call's tensors the address bits that the kernel was made for.
         memory: whatever config and slots lie in.
-        hooks: lists of what must be called around a launch; the door launches while all are empty.
+        hooks: lists of what must be called around a launch; the fast path launches while all are
+            empty.
         offsets: for each of ``tensors`` how many bytes behind its first element; () for none.
     """
 
@@ -39,11 +41,11 @@ class DoorLaunch:
     offsets: tuple[int, ...] = ()
 
     def plan(self, fallback: Callable[..., Any], columns: int) -> tuple[Any, ...]:
-        """The door's tuple; y has the shape of x but for its last size, ``columns``."""
+        """The fast path's tuple; y has the shape of x but for its last size, ``columns``."""
         return ("launch", fallback, self.kernel(), self.masks, columns)
 
     def kernel(self) -> tuple[Any, ...]:
-        """The kernel's tuple, as ``door_plans.h`` describes it."""
+        """The kernel's tuple, as ``fastpath_plans.h`` describes it."""
         offsets = self.offsets or (0,) * len(self.tensors)
         places = tuple(
             (_TENSOR_MAP, argument.pointer, tensor, offset)
@@ -65,7 +67,7 @@ def launch_of(
     masks: tuple[int, ...],
     hooks: tuple[list[Any], ...],
     owner: Any,
-) -> DoorLaunch:
+) -> FastpathLaunch:
     """A launch without attributes; ``tensors`` are those of ``arguments`` that hold an address.
 
     ``owner`` keeps the function loaded.
@@ -75,7 +77,7 @@ def launch_of(
     config.grid[:] = grid
     config.block[:] = [threads, 1, 1]
     config.shared_bytes = shared_bytes
-    return DoorLaunch(
+    return FastpathLaunch(
         function,
         ctypes.addressof(config),
         ctypes.addressof(slots),
@@ -90,9 +92,9 @@ def prepared(
     launch: driver.Launch,
     tensors: Sequence[tuple[driver.TensorMap | ctypes.c_void_p, int | None]],
     owner: Any,
-) -> DoorLaunch:
+) -> FastpathLaunch:
     """A launch of memory that nothing else launches from; places of None stay as they are."""
     assert launch._handle is not None
     places = tuple((argument, number) for argument, number in tensors if number is not None)
     where = launch._handle, launch._config_ref, launch._slots_ref
-    return DoorLaunch(*where, places, (), (launch, owner))
+    return FastpathLaunch(*where, places, (), (launch, owner))

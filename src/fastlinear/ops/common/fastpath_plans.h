@@ -1,8 +1,8 @@
-// Plans of the door: a Python callable, PyTorch's own layer, a chain of layers in C++, a CUDA kernel
-// launched right here, or what another library runs.
+// Plans of the fast path: a Python callable, PyTorch's own layer, a chain of layers in C++, a CUDA
+// kernel launched right here, or what another library runs.
 #pragma once
 
-#include "door_call.h"
+#include "fastpath_call.h"
 
 #include <ATen/EmptyTensor.h>
 
@@ -21,7 +21,7 @@ namespace at::detail {
                                         std::optional<c10::MemoryFormat> memory_format);
 }  // namespace at::detail
 
-namespace door {
+namespace fastpath {
 
 constexpr int kTensorArguments = 3;  // the leading arguments, which a plan's callable is given
 
@@ -294,7 +294,7 @@ struct Outside : Plan {
     void (*drop)(void* self);
     void* self;
   };
-  static constexpr char kName[] = "fastlinear.door.plan";
+  static constexpr char kName[] = "fastlinear.fastpath.plan";
   Ref held;
   const Functions* functions;
 
@@ -333,4 +333,4 @@ inline std::shared_ptr<Plan> made(PyObject* spec, const Call& call, PyObject* co
   throw PythonError();
 }
 
-}  // namespace door
+}  // namespace fastpath

@@ -1,13 +1,13 @@
-// The library of the door's nodes: training calls, recorded by autograd without Python; and of its
-// programs: calls without gradients that take more than one launch.
+// The library of the fast path's nodes: training calls, recorded by autograd without Python; and of
+// its programs: calls without gradients that take more than one launch.
 //
-// It stands beside door.cpp, whose table finds its plans; PyTorch's headers of autograd take ten
-// times as long to compile.
+// It stands beside fastpath.cpp, whose table finds its plans; PyTorch's headers of autograd take
+// ten times as long to compile.
 
-#include "door_lists.h"
-#include "door_node.h"
+#include "fastpath_lists.h"
+#include "fastpath_node.h"
 
-namespace door {
+namespace fastpath {
 namespace {
 
 struct NodeCalls {
@@ -69,20 +69,20 @@ void drop_lists(void* self) { delete static_cast<ListCalls*>(self); }
 void drop_program(void* self) { delete static_cast<ProgramCalls*>(self); }
 
 }  // namespace
-}  // namespace door
+}  // namespace fastpath
 
-// As fastlinear_door_begin, for this library's own.
+// As fastlinear_fastpath_begin, for this library's own.
 extern "C" void fastlinear_node_begin(PyObject* tensor, PyObject* parameter, int64_t impl_offset) {
-  door::tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(tensor));
-  door::parameter_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(parameter));
-  door::impl_offset = impl_offset;
+  fastpath::tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(tensor));
+  fastpath::parameter_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(parameter));
+  fastpath::impl_offset = impl_offset;
 }
 
 // How kernels are launched: addresses of the driver's functions. Whether they can be, on a device.
 extern "C" int fastlinear_node_cuda(void* is_capturing, void* launch, void* replace) {
-  door::cuda.is_capturing = reinterpret_cast<door::Cuda::IsCapturing>(is_capturing);
-  door::cuda.launch = reinterpret_cast<door::Cuda::Launch>(launch);
-  door::cuda.replace = reinterpret_cast<door::Cuda::Replace>(replace);
+  fastpath::cuda.is_capturing = reinterpret_cast<fastpath::Cuda::IsCapturing>(is_capturing);
+  fastpath::cuda.launch = reinterpret_cast<fastpath::Cuda::Launch>(launch);
+  fastpath::cuda.replace = reinterpret_cast<fastpath::Cuda::Replace>(replace);
   return at::detail::empty_cuda != nullptr && fastlinear_raw_stream != nullptr;
 }
 
@@ -93,7 +93,7 @@ extern "C" PyObject* fastlinear_node_empty(PyObject* sizes, int64_t dtype) {
     for (Py_ssize_t i = 0; i < PyTuple_Size(sizes); ++i)
       found.push_back(PyLong_AsLongLong(PyTuple_GetItem(sizes, i)));
     if (PyErr_Occurred()) return nullptr;
-    return THPVariable_Wrap(door::new_on_cpu(found, static_cast<c10::ScalarType>(dtype)));
+    return THPVariable_Wrap(fastpath::new_on_cpu(found, static_cast<c10::ScalarType>(dtype)));
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
   }
@@ -102,31 +102,33 @@ extern "C" PyObject* fastlinear_node_empty(PyObject* sizes, int64_t dtype) {
 
 // Keeps at most so many bytes of large results that are gone.
 extern "C" void fastlinear_node_keep(int64_t bytes) {
-  door::KeptMemory::instance().keep_at_most(static_cast<size_t>(bytes));
+  fastpath::KeptMemory::instance().keep_at_most(static_cast<size_t>(bytes));
 }
 
 // Has malloc keep so many bytes of smaller results; less than 64 MiB it keeps by itself.
 extern "C" void fastlinear_node_malloc(int64_t bytes) {
   const auto most = static_cast<size_t>(bytes);
-  if (most >= 2 * door::KeptMemory::kLeast) door::let_malloc_keep(most);
+  if (most >= 2 * fastpath::KeptMemory::kLeast) fastpath::let_malloc_keep(most);
 }
 
 // Gives back what is kept of them; how many bytes.
 extern "C" int64_t fastlinear_node_release() {
-  const auto bytes = static_cast<int64_t>(door::KeptMemory::instance().release());
-  door::have_malloc_give_back();
+  const auto bytes = static_cast<int64_t>(fastpath::KeptMemory::instance().release());
+  fastpath::have_malloc_give_back();
   return bytes;
 }
 
-// A plan for the door, of a "node" tuple and the tensors of a call of its kind.
+// A plan for the fast path, of a "node" tuple and the tensors of a call of its kind.
 extern "C" PyObject* fastlinear_node_plan(PyObject* spec, PyObject* tensors) {
   try {
-    door::Tensors given;
+    fastpath::Tensors given;
     for (Py_ssize_t i = 0; i < PyTuple_Size(tensors); ++i)
-      given.push_back(door::tensor_of(PyTuple_GetItem(tensors, i)));
-    std::shared_ptr<door::NodePlan> plan(new door::NodePlan(spec, given), door::NodePlan::drop);
-    return door::Outside::capsule({door::run, door::drop, new door::NodeCalls{std::move(plan)}});
-  } catch (const door::PythonError&) {
+      given.push_back(fastpath::tensor_of(PyTuple_GetItem(tensors, i)));
+    std::shared_ptr<fastpath::NodePlan> plan(new fastpath::NodePlan(spec, given),
+                                            fastpath::NodePlan::drop);
+    return fastpath::Outside::capsule(
+        {fastpath::run, fastpath::drop, new fastpath::NodeCalls{std::move(plan)}});
+  } catch (const fastpath::PythonError&) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a plan");
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
@@ -134,16 +136,17 @@ extern "C" PyObject* fastlinear_node_plan(PyObject* spec, PyObject* tensors) {
   return nullptr;
 }
 
-// A plan for the door, of a "lists" tuple and the tensors of a call of its kind.
+// A plan for the fast path, of a "lists" tuple and the tensors of a call of its kind.
 extern "C" PyObject* fastlinear_node_lists(PyObject* spec, PyObject* tensors) {
   try {
-    door::Tensors given;
+    fastpath::Tensors given;
     for (Py_ssize_t i = 0; i < PyTuple_Size(tensors); ++i)
-      given.push_back(door::tensor_of(PyTuple_GetItem(tensors, i)));
-    std::shared_ptr<door::ListPlan> plan(new door::ListPlan(spec, given), door::ListPlan::drop);
-    return door::Outside::capsule(
-        {door::run_lists, door::drop_lists, new door::ListCalls{std::move(plan)}});
-  } catch (const door::PythonError&) {
+      given.push_back(fastpath::tensor_of(PyTuple_GetItem(tensors, i)));
+    std::shared_ptr<fastpath::ListPlan> plan(new fastpath::ListPlan(spec, given),
+                                            fastpath::ListPlan::drop);
+    return fastpath::Outside::capsule(
+        {fastpath::run_lists, fastpath::drop_lists, new fastpath::ListCalls{std::move(plan)}});
+  } catch (const fastpath::PythonError&) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a plan");
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
@@ -155,12 +158,13 @@ extern "C" PyObject* fastlinear_node_lists(PyObject* spec, PyObject* tensors) {
 // a callable of the leading arguments for calls that the program cannot serve.
 extern "C" PyObject* fastlinear_node_program(PyObject* spec, PyObject* tensors, PyObject* fallback) {
   try {
-    door::Tensors given;
+    fastpath::Tensors given;
     for (Py_ssize_t i = 0; i < PyTuple_Size(tensors); ++i)
-      given.push_back(door::tensor_of(PyTuple_GetItem(tensors, i)));
-    auto* calls = new door::ProgramCalls{door::Program(spec, given), door::Ref(fallback), given.size()};
-    return door::Outside::capsule({door::run_program, door::drop_program, calls});
-  } catch (const door::PythonError&) {
+      given.push_back(fastpath::tensor_of(PyTuple_GetItem(tensors, i)));
+    auto* calls = new fastpath::ProgramCalls{fastpath::Program(spec, given),
+                                             fastpath::Ref(fallback), given.size()};
+    return fastpath::Outside::capsule({fastpath::run_program, fastpath::drop_program, calls});
+  } catch (const fastpath::PythonError&) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a program");
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());

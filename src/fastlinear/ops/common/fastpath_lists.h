@@ -1,13 +1,14 @@
 // Calls of lists of tensors: a list of results, which autograd records as one node of many outputs.
 //
-// As in door_node.h, programs or Python run the forward and the backward, and what is not plain goes
-// to the formula in Python. Gradients of the results have dense rows, at one distance. A program's results lie in few allocations, of which each result is a
-// piece, with a version counter of its own: pieces do not overlap.
+// As in fastpath_node.h, programs or Python run the forward and the backward, and what is not plain
+// goes to the formula in Python. Gradients of the results have dense rows, at one distance. A
+// program's results lie in few allocations, of which each result is a piece, with a version counter
+// of its own: pieces do not overlap.
 #pragma once
 
-#include "door_node.h"
+#include "fastpath_node.h"
 
-namespace door {
+namespace fastpath {
 
 // Some of a program's tensor as a dense tensor: (its number, (sizes...), numbers before it), or None
 // for no result.
@@ -379,4 +380,4 @@ inline PyObject* called(const std::shared_ptr<const ListPlan>& plan, const Call&
   return list;
 }
 
-}  // namespace door
+}  // namespace fastpath

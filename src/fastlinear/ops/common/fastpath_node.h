@@ -5,7 +5,7 @@
 // otherwise, sets of gradients that no program is known for.
 #pragma once
 
-#include "door_program.h"
+#include "tape.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
@@ -24,7 +24,7 @@
 extern "C" [[gnu::weak]] void* fastlinear_raw_stream(const c10::Stream* self) __asm__(
     "_ZNK3c104cuda10CUDAStream6streamEv");
 
-namespace door {
+namespace fastpath {
 
 namespace autograd = torch::autograd;
 using NodePtr = decltype(autograd::Edge::function);
@@ -481,4 +481,4 @@ inline at::Tensor called(const std::shared_ptr<const NodePlan>& plan, const Call
   return y;
 }
 
-}  // namespace door
+}  // namespace fastpath

@@ -1,4 +1,4 @@
-"""The compiled door's libraries: what they are made of and where they lie."""
+"""The compiled fast path's libraries: what they are made of and where they lie."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class Library:
     header: str
 
 
-DOOR = Library(
-    _HERE / "door.cpp",
-    (_HERE / "door_call.h", _HERE / "door_plans.h"),
+FASTPATH = Library(
+    _HERE / "fastpath.cpp",
+    (_HERE / "fastpath_call.h", _HERE / "fastpath_plans.h"),
     "ATen/EmptyTensor.h",
 )
 NODE = Library(
-    _HERE / "door_node.cpp",
+    _HERE / "fastpath_node.cpp",
     (
-        *DOOR.headers,
-        _HERE / "door_program.h",
-        _HERE / "door_node.h",
-        _HERE / "door_lists.h",
+        *FASTPATH.headers,
+        _HERE / "tape.h",
+        _HERE / "fastpath_node.h",
+        _HERE / "fastpath_lists.h",
         _HERE / "kept_memory.h",
         _HERE / "large_pages.h",
     ),
@@ -55,7 +55,7 @@ NODE = Library(
 )
 
 
-def missing(library: Library = DOOR) -> str | None:
+def missing(library: Library = FASTPATH) -> str | None:
     """What this machine lacks to compile a library, or None."""
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return "its table of plans relies on Python's global lock"
@@ -67,7 +67,7 @@ def missing(library: Library = DOOR) -> str | None:
     return None
 
 
-def command(library: Library = DOOR) -> list[str]:
+def command(library: Library = FASTPATH) -> list[str]:
     """The compiler's call, but for its output."""
     return [
         *(cpp_build.compiler() or ()),
@@ -82,7 +82,7 @@ def command(library: Library = DOOR) -> list[str]:
     ]
 
 
-def places(command: list[str], library: Library = DOOR) -> list[Path]:
+def places(command: list[str], library: Library = FASTPATH) -> list[Path]:
     """Where the library may lie, best first: its name covers whatever it depends on."""
     facts = (*command, torch.__version__, sysconfig.get_config_var("SOABI") or "")
     files = (library.source, *library.headers)
@@ -103,7 +103,10 @@ def loaded(libraries: list[Path]) -> ctypes.PyDLL | None:
 
 
 def compiled(
-    compiler: Compiler, command: list[str], libraries: list[Path], source: str = DOOR.source.name
+    compiler: Compiler,
+    command: list[str],
+    libraries: list[Path],
+    source: str = FASTPATH.source.name,
 ) -> ctypes.PyDLL:
     """The library, compiled into the first place that allows it.
 
@@ -134,9 +137,9 @@ def _python_headers() -> Path:
 
 
 def unsupported(expected: str, received: str) -> UnsupportedError:
-    """The door cannot be: why."""
+    """The fast path cannot be: why."""
     return UnsupportedError(
-        "fastlinear.ops.common.door",
+        "fastlinear.ops.common.fastpath",
         expected,
         received,
         "Nothing is lost: calls take the way through Python instead.",

@@ -1,10 +1,11 @@
-// Programs of the door: what a prepared forward or backward does, step by step, without Python.
+// Programs of the fast path: what a prepared forward or backward does, step by step, without
+// Python.
 //
 // A step is a kernel's launch, one of PyTorch's own ops below autograd, or a pass of a compiled
 // library, over tensors known by their number: those given first, then those that steps make.
 #pragma once
 
-#include "door_plans.h"
+#include "fastpath_plans.h"
 #include "kept_memory.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -27,7 +28,7 @@ namespace at {
 int get_num_threads();
 }
 
-namespace door {
+namespace fastpath {
 
 using Tensors = c10::SmallVector<at::Tensor, 12>;
 
@@ -512,4 +513,4 @@ class Program {
   }
 };
 
-}  // namespace door
+}  // namespace fastpath

@@ -1,7 +1,7 @@
-"""A launch of ``whole_cuda`` as the compiled door makes it: a copy of what its plan prepared.
+"""A launch of ``whole_cuda`` as the compiled fast path makes it: a copy of what its plan prepared.
 
 A plan's kernel takes one block of parameters. The copy has the sizes, the descriptors of weights
-and the workspace of the call it was made from; the door fills in addresses of the others.
+and the workspace of the call it was made from; the fast path fills in addresses of the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.door_launch import DoorLaunch
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch
 
 _ALIGNMENT = 64  # of a TMA descriptor in host memory
 
@@ -47,7 +47,7 @@ class WholeLaunch:
         stream: the raw stream it may run on, or None for any.
     """
 
-    launch: DoorLaunch
+    launch: FastpathLaunch
     fixed: bool
     stream: int | None
 
@@ -80,7 +80,7 @@ def whole_launch(
         (at(places.biases + 8 * i), 1 + layers + i) for i, bias in enumerate(biases) if bias
     ]
     return WholeLaunch(
-        DoorLaunch(
+        FastpathLaunch(
             plan.launch._handle,
             ctypes.addressof(config),
             ctypes.addressof(slots),

@@ -1,11 +1,11 @@
-// The compiled door of the ops: one call looks a ready plan up by every fact of its arguments, and
-// runs it.
+// The compiled fast path of the ops: one call looks a ready plan up by every fact of its arguments,
+// and runs it.
 //
 // Facts are read from the tensors at every call: nothing is assumed of a tensor seen before. Python
 // adds plans; a call without one returns None and Python takes over.
 
-#include "door_call.h"
-#include "door_plans.h"
+#include "fastpath_call.h"
+#include "fastpath_plans.h"
 
 #include <algorithm>
 #include <memory>
@@ -13,12 +13,12 @@
 #include <utility>
 #include <vector>
 
-namespace door {
+namespace fastpath {
 namespace {
 
 constexpr size_t kMaxPlans = 4096;
-constexpr char kTable[] = "fastlinear.door";
-constexpr char kKernel[] = "fastlinear.door.kernel";
+constexpr char kTable[] = "fastlinear.fastpath";
+constexpr char kKernel[] = "fastlinear.fastpath.kernel";
 
 // The plans of one op. Python's global lock guards it.
 struct Table {
@@ -170,51 +170,52 @@ PyMethodDef methods[] = {
 };
 
 }  // namespace
-}  // namespace door
+}  // namespace fastpath
 
-// What the door reads tensors by: once, before any table is made.
-extern "C" void fastlinear_door_begin(PyObject* tensor, PyObject* parameter, int64_t impl_offset,
-                                      PyObject* forward_mode, PyObject* level) {
-  door::tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(tensor));
-  door::parameter_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(parameter));
-  door::impl_offset = impl_offset;
-  door::forward_mode = Py_NewRef(forward_mode);
-  door::forward_mode_level = Py_NewRef(level);
+// What the fast path reads tensors by: once, before any table is made.
+extern "C" void fastlinear_fastpath_begin(PyObject* tensor, PyObject* parameter,
+                                          int64_t impl_offset, PyObject* forward_mode,
+                                          PyObject* level) {
+  fastpath::tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(tensor));
+  fastpath::parameter_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(parameter));
+  fastpath::impl_offset = impl_offset;
+  fastpath::forward_mode = Py_NewRef(forward_mode);
+  fastpath::forward_mode_level = Py_NewRef(level);
 }
 
 // (call, admit, wants, clear) of a table of its own, as Python functions.
-extern "C" PyObject* fastlinear_door_table() {
+extern "C" PyObject* fastlinear_fastpath_table() {
   // never destroyed: at exit there is no Python left to give objects back to
-  PyObject* self = PyCapsule_New(new door::Table, door::kTable, nullptr);
+  PyObject* self = PyCapsule_New(new fastpath::Table, fastpath::kTable, nullptr);
   PyObject* functions = self == nullptr ? nullptr : PyTuple_New(4);
   if (functions == nullptr) return nullptr;
   for (int i = 0; i < 4; ++i)
-    PyTuple_SET_ITEM(functions, i, PyCFunction_New(&door::methods[i], self));
+    PyTuple_SET_ITEM(functions, i, PyCFunction_New(&fastpath::methods[i], self));
   Py_DECREF(self);
   return functions;
 }
 
 // A kernel's tuple as a function of its tensors.
-extern "C" PyObject* fastlinear_door_launcher(PyObject* spec) {
-  return door::guarded([&]() -> PyObject* {
-    auto kernel = std::make_unique<door::Kernel>(spec);
-    PyObject* self = PyCapsule_New(kernel.get(), door::kKernel, door::drop_kernel);
+extern "C" PyObject* fastlinear_fastpath_launcher(PyObject* spec) {
+  return fastpath::guarded([&]() -> PyObject* {
+    auto kernel = std::make_unique<fastpath::Kernel>(spec);
+    PyObject* self = PyCapsule_New(kernel.get(), fastpath::kKernel, fastpath::drop_kernel);
     if (self == nullptr) return nullptr;
     kernel.release();
-    PyObject* function = PyCFunction_New(&door::launch_method, self);
+    PyObject* function = PyCFunction_New(&fastpath::launch_method, self);
     Py_DECREF(self);
     return function;
   });
 }
 
 // How CUDA calls are served: two Python functions, and addresses of the driver's. Whether they are.
-extern "C" int fastlinear_door_cuda(PyObject* current_device, PyObject* current_stream,
-                                    void* is_capturing, void* launch, void* replace) {
-  if (at::detail::empty_cuda == nullptr) return 0;
-  auto& cuda = door::cuda;
-  cuda.is_capturing = reinterpret_cast<door::Cuda::IsCapturing>(is_capturing);
-  cuda.launch = reinterpret_cast<door::Cuda::Launch>(launch);
-  cuda.replace = reinterpret_cast<door::Cuda::Replace>(replace);
+extern "C" int fastlinear_fastpath_cuda(PyObject* current_device, PyObject* current_stream,
+                                        void* is_capturing, void* launch, void* replace) {
+      if (at::detail::empty_cuda == nullptr) return 0;
+  auto& cuda = fastpath::cuda;
+  cuda.is_capturing = reinterpret_cast<fastpath::Cuda::IsCapturing>(is_capturing);
+  cuda.launch = reinterpret_cast<fastpath::Cuda::Launch>(launch);
+  cuda.replace = reinterpret_cast<fastpath::Cuda::Replace>(replace);
   cuda.current_stream = Py_NewRef(current_stream);
   cuda.current_device = Py_NewRef(current_device);
   return 1;

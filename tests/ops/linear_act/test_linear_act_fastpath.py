@@ -1,4 +1,4 @@
-"""The compiled door serves linear_act's calls with the very results of the Python way."""
+"""The compiled fast path serves linear_act's calls with the very results of the Python way."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import family
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.linear_act import launches, onednn, programs, reference
 from fastlinear.ops.linear_act.problem import problem
 from fastlinear.ops.linear_act.spec import FRONT
 
-needs_door = pytest.mark.skipif(door.reason_not() is not None, reason="no compiled door here")
-pytestmark = needs_door
+needs_fastpath = pytest.mark.skipif(
+    fastpath.reason_not() is not None, reason="no compiled fast path here"
+)
+pytestmark = needs_fastpath
 
 KINDS = [(name, None) for name in NAMES] + [("silu", "cpp"), ("relu2", "onednn")]
 Given = tuple[Tensor, Tensor, Tensor | None]
@@ -32,12 +34,12 @@ Given = tuple[Tensor, Tensor, Tensor | None]
 
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
-    assert door.wait(), door.reason_not()
+    assert fastpath.wait(), fastpath.reason_not()
 
 
 @pytest.fixture
-def table() -> Iterator[door.Table]:
-    found = door.table("linear_act")
+def table() -> Iterator[fastpath.Table]:
+    found = fastpath.table("linear_act")
     assert found is not None
     yield found
     cache.forget()
@@ -47,25 +49,25 @@ def given(m: int = 5, k: int = 16, n: int = 8, **kind: Any) -> Given:
     return torch.randn(m, k, **kind), torch.randn(n, k, **kind), torch.randn(n, **kind)
 
 
-def only_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on a call that the door does not serve fails."""
+def only_fastpath(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on a call that the fast path does not serve fails."""
     monkeypatch.setattr(FRONT, "looked_up", None)
 
 
 @pytest.mark.parametrize(("activation", "backend"), KINDS)
-def test_the_second_call_is_the_doors(
+def test_the_second_call_is_the_fast_paths(
     activation: str, backend: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = [given(), (torch.randn(2, 3, 16), *given()[1:]), (*given()[:2], None)]
     calls += [(torch.randn(16, 5).t(), torch.randn(16, 8).t(), torch.randn(16)[::2])]
     before = [fl.linear_act(*c, activation=activation, backend=backend) for c in calls]
-    only_door(monkeypatch)
+    only_fastpath(monkeypatch)
     for c, y in zip(calls, before, strict=True):
         assert torch.equal(fl.linear_act(*c, activation=activation, backend=backend), y)
 
 
 @pytest.mark.parametrize(("activation", "backend"), KINDS)
-def test_gradients_through_the_door(
+def test_gradients_through_the_fast_path(
     activation: str, backend: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for needs in itertools.product((False, True), repeat=3):
@@ -85,7 +87,7 @@ def test_gradients_through_the_door(
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_plan_serves_only_calls_like_its_own(table: door.Table) -> None:
+def test_a_plan_serves_only_calls_like_its_own(table: fastpath.Table) -> None:
     """Whatever fact of a call differs, the plan of another is not taken."""
     cache.forget()
     x, w, b = given()
@@ -134,8 +136,8 @@ def test_a_plan_serves_only_calls_like_its_own(table: door.Table) -> None:
     assert table.call(*call) is None
 
 
-def test_the_door_learns_inference_mode_and_strides_of_a_bias(
-    table: door.Table, monkeypatch: pytest.MonkeyPatch
+def test_the_fast_path_learns_inference_mode_and_strides_of_a_bias(
+    table: fastpath.Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, w, b = given()
     cache.forget()
@@ -144,7 +146,7 @@ def test_the_door_learns_inference_mode_and_strides_of_a_bias(
     with torch.inference_mode():
         fl.linear_act(x, w, b, activation="relu")
     fl.linear_act(x, w, sparse_bias, activation="relu")
-    only_door(monkeypatch)
+    only_fastpath(monkeypatch)
     with torch.inference_mode():
         assert fl.linear_act(x, w, b, activation="relu").is_inference()
     y = fl.linear_act(x, w, sparse_bias, activation="relu")
@@ -152,7 +154,7 @@ def test_the_door_learns_inference_mode_and_strides_of_a_bias(
 
 
 def test_autocast_has_plans_by_its_dtype(
-    table: door.Table, monkeypatch: pytest.MonkeyPatch
+    table: fastpath.Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, w, b = given()
     for dtype in (torch.bfloat16, torch.float16):
@@ -174,7 +176,7 @@ def test_autocast_has_plans_by_its_dtype(
         assert table.call(*call) is None
 
 
-def test_what_is_recorded_is_not_made_a_plan(table: door.Table) -> None:
+def test_what_is_recorded_is_not_made_a_plan(table: fastpath.Table) -> None:
     cache.forget()
     x, w, b = given()
     with FlopCounterMode(display=False) as counter:
@@ -184,7 +186,7 @@ def test_what_is_recorded_is_not_made_a_plan(table: door.Table) -> None:
     assert table.call(x, w, b, "relu", None) is None
 
 
-def test_what_a_transform_left_behind(table: door.Table) -> None:
+def test_what_a_transform_left_behind(table: fastpath.Table) -> None:
     """A tensor that escaped from torch.func has memory only underneath its wrapper."""
     x, w, b = given()
     escaped: list[Tensor] = []
@@ -207,7 +209,7 @@ def test_tuning_times_what_callers_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert way is not None
     inputs = fam.make_inputs(p, torch.device("cpu"), 0)
     before = way(*inputs)
-    only_door(monkeypatch)
+    only_fastpath(monkeypatch)
     assert torch.equal(way(*inputs), before)
     assert torch.equal(before, kernel.load()(*inputs)[0])
     for other in (replace(p, needs_grad=True), replace(p, captured=True), p.with_piece("step")):
@@ -231,7 +233,7 @@ def boom(*_: Any) -> Tensor:
     raise ZeroDivisionError
 
 
-def launched(table: door.Table, call: tuple[Any, ...]) -> None:
+def launched(table: fastpath.Table, call: tuple[Any, ...]) -> None:
     """Replace the plan of a call that ran before by its launch, whose fallback raises."""
     backend = call[4]
     plan = programs.inference(backend, call[3], boom, *call[:3])
@@ -259,7 +261,7 @@ CASES = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_launches_from_cpp(case: Any, table: door.Table) -> None:
+def test_launches_from_cpp(case: Any, table: fastpath.Table) -> None:
     backend, dtype, m, k, n = case
     hopper_only(backend)
     kind: dict[str, Any] = {"device": "cuda", "dtype": dtype}
@@ -283,9 +285,9 @@ def test_launches_from_cpp(case: Any, table: door.Table) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_slices_and_their_sum_from_cpp(bias: bool, activation: str, table: door.Table) -> None:
+def test_slices_and_their_sum_from_cpp(bias: bool, activation: str, table: fastpath.Table) -> None:
     """Two launches, which a program makes."""
-    if not door_node.wait(120):
+    if not fastpath_node.wait(120):
         pytest.skip("no library of nodes")
     x, w, b = given(64, 1024, 1024, device="cuda", dtype=torch.float32)
     call = (x, w, b if bias else None, activation, "triton")
@@ -303,7 +305,7 @@ def test_slices_and_their_sum_from_cpp(bias: bool, activation: str, table: door.
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "few_rows"])
 def test_a_launch_only_for_its_own_alignment_stream_and_no_capture(
-    backend: str, table: door.Table
+    backend: str, table: fastpath.Table
 ) -> None:
     hopper_only(backend)
     x, w, b = given(8, 64, 64, device="cuda", dtype=torch.bfloat16)
@@ -333,7 +335,7 @@ def test_a_launch_only_for_its_own_alignment_stream_and_no_capture(
 
 
 @pytest.mark.gpu
-def test_a_launch_follows_a_hook_of_triton_and_threads(table: door.Table) -> None:
+def test_a_launch_follows_a_hook_of_triton_and_threads(table: fastpath.Table) -> None:
     import threading
 
     from triton import knobs
@@ -370,10 +372,10 @@ def test_a_launch_follows_a_hook_of_triton_and_threads(table: door.Table) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [2, 48, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_triton_kernels_launched_by_the_door_compute_the_same(
+def test_triton_kernels_launched_by_the_fast_path_compute_the_same(
     rows: int, dtype: torch.dtype
 ) -> None:
-    """The first call of a plan is Triton's own; the next are the door's."""
+    """The first call of a plan is Triton's own; the next are the fast path's."""
     from fastlinear.ops.linear_act import triton, triton_backward
 
     x, w, b = given(rows, 96, 160, device="cuda", dtype=dtype)
@@ -395,7 +397,7 @@ def test_triton_kernels_launched_by_the_door_compute_the_same(
     for _ in range(2):
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(results(), first, strict=True))
-    assert any(p._launch._door is not None for p in plans)
+    assert any(p._launch._fastpath is not None for p in plans)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         static = results()

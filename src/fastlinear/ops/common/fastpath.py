@@ -1,4 +1,5 @@
-"""The compiled door of the ops: plans looked up and run in one C++ call, where it can be built.
+"""The compiled fast path of the ops: plans looked up and run in one C++ call, where it can be
+built.
 
 It only shortens the way to a plan. Until it is there, and where it cannot be built, calls take the
 lookup in their op's Python instead, which costs microseconds. A library compiled earlier is loaded
@@ -15,11 +16,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from fastlinear.ops.common import door_library as library
-from fastlinear.ops.common.door_build import Build, after_fork, waited
-from fastlinear.ops.common.door_build import NotYetError as NotYetError
-from fastlinear.ops.common.door_build import patience as patience
-from fastlinear.ops.common.door_build import settle as _settle
+from fastlinear.ops.common import fastpath_library as library
+from fastlinear.ops.common.fastpath_build import Build, after_fork, waited
+from fastlinear.ops.common.fastpath_build import NotYetError as NotYetError
+from fastlinear.ops.common.fastpath_build import patience as patience
+from fastlinear.ops.common.fastpath_build import settle as _settle
 
 PATIENCE_S = 60.0  # most seconds to wait before something is timed
 
@@ -33,7 +34,7 @@ class Table:
             such a call. The leading ones are tensors, None, or lists or tuples of those, the others
             strings, booleans or None.
         admit: the same arguments and a plan: a callable of the leading arguments, or one of the
-            tuples that ``door_plans.h`` describes. Whether such calls will be served.
+            tuples that ``fastpath_plans.h`` describes. Whether such calls will be served.
         wants: the arguments of a call → whether it could be served, but for want of a plan.
         clear: forget all plans.
     """
@@ -45,10 +46,10 @@ class Table:
 
 
 class _Build(Build):
-    """How far this process is with its door, and what it made of it."""
+    """How far this process is with its fast path, and what it made of it."""
 
     def __init__(self) -> None:
-        super().__init__(library.DOOR, _made, _tell)
+        super().__init__(library.FASTPATH, _made, _tell)
         self.tables: dict[str, Table] = {}
         self.cuda: bool | None = None
 
@@ -57,7 +58,7 @@ _listeners: list[Callable[[], None]] = []
 
 
 def table(op: str) -> Table | None:
-    """The table of an op's plans if the door is there.
+    """The table of an op's plans if the fast path is there.
 
     The first call has it loaded or built; no call waits for that.
     """
@@ -68,15 +69,15 @@ def table(op: str) -> Table | None:
         return None
     if op not in build.tables:
         with build.lock:
-            build.tables.setdefault(op, Table(*build.loaded.fastlinear_door_table()))
+            build.tables.setdefault(op, Table(*build.loaded.fastlinear_fastpath_table()))
     return build.tables[op]
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Whether the door is there, waiting up to ``timeout`` seconds for it (None: as long as it
+    """Whether the fast path is there, waiting up to ``timeout`` seconds for it (None: as long as it
     takes).
 
-    For what measures. False where the time was too short or the door cannot be built:
+    For what measures. False where the time was too short or the fast path cannot be built:
     ``reason_not`` tells the one from the other. Inside ``patience``, NotYetError is raised where
     that ends before it is there.
     """
@@ -89,19 +90,20 @@ def wait(timeout: float | None = None) -> bool:
 def settle(timeout: float = PATIENCE_S) -> None:
     """Wait for builds that are under way, at most ``timeout`` seconds; starts none.
 
-    What is timed while the compiler runs is neither with the door nor on a quiet machine.
+    What is timed while the compiler runs is neither with the fast path nor on a quiet machine.
     """
     _settle(timeout)
 
 
 def reason_not() -> str | None:
-    """Why there will be no door in this process, or None. Compiles nothing, waits for nothing."""
+    """Why there will be no fast path in this process, or None. Compiles nothing, waits for
+    nothing."""
     return _build.reason_not()
 
 
 def on_ready(listener: Callable[[], None]) -> None:
-    """Call ``listener`` once the door can serve, so that plans made before are made known to it, or
-    once it is known that it cannot.
+    """Call ``listener`` once the fast path can serve, so that plans made before are made known to
+    it, or once it is known that it cannot.
 
     It may be called from another thread. A process forked while its parent was building has it
     called as well, to begin anew.
@@ -110,7 +112,7 @@ def on_ready(listener: Callable[[], None]) -> None:
 
 
 def serves_cuda() -> bool:
-    """Whether the door, which must be there, serves CUDA tensors; CUDA must be initialised."""
+    """Whether the fast path, which must be there, serves CUDA tensors; CUDA must be initialised."""
     build = _build
     if build.cuda is None:
         assert build.loaded is not None
@@ -126,12 +128,12 @@ def launcher(kernel: tuple[Any, ...]) -> Callable[..., bool]:
     """
     assert _build.loaded is not None
     assert _build.cuda
-    made: Callable[..., bool] = _build.loaded.fastlinear_door_launcher(kernel)
+    made: Callable[..., bool] = _build.loaded.fastlinear_fastpath_launcher(kernel)
     return made
 
 
 def ready() -> bool:
-    """Whether the door is there; starts nothing."""
+    """Whether the fast path is there; starts nothing."""
     return _build.loaded is not None
 
 
@@ -146,16 +148,16 @@ def _tell() -> None:
 
 def _made(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     pointer, thing = ctypes.c_void_p, ctypes.py_object
-    loaded.fastlinear_door_begin.argtypes = [thing, thing, ctypes.c_int64, thing, thing]
-    loaded.fastlinear_door_begin.restype = None
-    loaded.fastlinear_door_table.argtypes = []
-    loaded.fastlinear_door_table.restype = thing
-    loaded.fastlinear_door_launcher.argtypes = [thing]
-    loaded.fastlinear_door_launcher.restype = thing
-    loaded.fastlinear_door_cuda.argtypes = [thing, thing, pointer, pointer, pointer]
-    loaded.fastlinear_door_cuda.restype = ctypes.c_int
+    loaded.fastlinear_fastpath_begin.argtypes = [thing, thing, ctypes.c_int64, thing, thing]
+    loaded.fastlinear_fastpath_begin.restype = None
+    loaded.fastlinear_fastpath_table.argtypes = []
+    loaded.fastlinear_fastpath_table.restype = thing
+    loaded.fastlinear_fastpath_launcher.argtypes = [thing]
+    loaded.fastlinear_fastpath_launcher.restype = thing
+    loaded.fastlinear_fastpath_cuda.argtypes = [thing, thing, pointer, pointer, pointer]
+    loaded.fastlinear_fastpath_cuda.restype = ctypes.c_int
     mode = vars(forward_ad), "_current_level"
-    loaded.fastlinear_door_begin(torch.Tensor, torch.nn.Parameter, impl_offset(), *mode)
+    loaded.fastlinear_fastpath_begin(torch.Tensor, torch.nn.Parameter, impl_offset(), *mode)
     return loaded
 
 
@@ -188,7 +190,7 @@ def _cuda_handed_to(loaded: ctypes.PyDLL) -> bool:
     if functions is None:
         return False
     own = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
-    return bool(loaded.fastlinear_door_cuda(*own, *functions))
+    return bool(loaded.fastlinear_fastpath_cuda(*own, *functions))
 
 
 # --------------------------------------------------------------------------------------------

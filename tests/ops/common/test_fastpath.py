@@ -1,4 +1,4 @@
-"""The compiled door is built beside the calls: it delays none, and leaves nothing behind."""
+"""The compiled fast path is built beside the calls: it delays none, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch import Tensor
 import fastlinear as fl
 from fastlinear.core.settings import cache_dir
 from fastlinear.op.front import no_table
-from fastlinear.ops.common import cpp_build, door, door_library
+from fastlinear.ops.common import cpp_build, fastpath, fastpath_library
 from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.spec import FRONT
 
 pytestmark = [
     pytest.mark.own_builds,
-    pytest.mark.skipif(door_library.missing() is not None, reason="no compiled door here"),
+    pytest.mark.skipif(fastpath_library.missing() is not None, reason="no compiled fast path here"),
 ]
 
 
 @pytest.fixture(autouse=True)
-def _no_door_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "_build", door._Build())
+def _no_fast_path_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fastpath, "_build", fastpath._Build())
     monkeypatch.setattr(FRONT, "table", no_table)
     FRONT.plans.clear()
 
@@ -64,9 +64,9 @@ def test_a_slow_compiler_delays_no_call(tmp_path: Path, monkeypatch: pytest.Monk
         check(m)
     assert time.perf_counter() - began < 5
     assert FRONT.table is no_table
-    assert not door.wait(0.01)
-    assert door.reason_not() is None
-    build = door._build
+    assert not fastpath.wait(0.01)
+    assert fastpath.reason_not() is None
+    build = fastpath._build
     until = time.monotonic() + 20
     while not runs.read_text():
         assert time.monotonic() < until, build
@@ -76,12 +76,12 @@ def test_a_slow_compiler_delays_no_call(tmp_path: Path, monkeypatch: pytest.Monk
     assert build.compiler.process is not None
     assert build.compiler.process.poll() is not None
     assert not list((cache_dir() / "cpp").glob("building-*"))
-    assert not door.wait(0)
-    assert door.reason_not() == "the process ends"
+    assert not fastpath.wait(0)
+    assert fastpath.reason_not() == "the process ends"
     check()
 
 
-def test_plans_seen_before_are_served_once_the_door_is_there(
+def test_plans_seen_before_are_served_once_the_fast_path_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (real,) = cpp_build.compiler() or ("",)
@@ -89,8 +89,8 @@ def test_plans_seen_before_are_served_once_the_door_is_there(
     x, ws, bs = given()
     before = fl.mlp(x, ws, bs, backend="layerwise")
     assert FRONT.table is no_table
-    assert door.wait(), door.reason_not()
-    table = door.table("mlp")
+    assert fastpath.wait(), fastpath.reason_not()
+    table = fastpath.table("mlp")
     assert table is not None
     call = (x, ws, bs, "relu", "none", "layerwise")
     assert table.call(*call) is None
@@ -99,40 +99,40 @@ def test_plans_seen_before_are_served_once_the_door_is_there(
     assert torch.equal(table.call(*call), before)
     monkeypatch.setattr(FRONT, "looked_up", None)
     assert torch.equal(fl.mlp(x, ws, bs, backend="layerwise"), before)
-    # a later process finds it compiled: no thread, and the door at once
-    monkeypatch.setattr(door, "_build", door._Build())
-    assert door.table("mlp") is not None
+    # a later process finds it compiled: no thread, and the fast path at once
+    monkeypatch.setattr(fastpath, "_build", fastpath._Build())
+    assert fastpath.table("mlp") is not None
     assert len(runs.read_text().splitlines()) == 1
 
 
 def test_a_failing_compiler_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = compiler(tmp_path, "echo cannot be >&2; exit 1", monkeypatch)
     check()
-    assert not door.wait(30)
-    assert "cannot be" in str(door.reason_not())
+    assert not fastpath.wait(30)
+    assert "cannot be" in str(fastpath.reason_not())
     for m in range(4, 8):
         check(m)
-    assert door.table("mlp") is None
+    assert fastpath.table("mlp") is None
     assert len(runs.read_text().splitlines()) == 1
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_build, "compiler", lambda: None)
     check()
-    assert not door.wait(0)
-    assert "no C++ compiler" in str(door.reason_not())
+    assert not fastpath.wait(0)
+    assert "no C++ compiler" in str(fastpath.reason_not())
 
 
 def test_a_damaged_library_is_compiled_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = compiler(tmp_path, "exit 1", monkeypatch)
-    (first, _) = door_library.places(door_library.command())
+    (first, _) = fastpath_library.places(fastpath_library.command())
     first.parent.mkdir(parents=True)
     first.write_bytes(b"not a library")
     check()
-    assert not door.wait(30)
-    assert door.reason_not() == "exit status 1"
+    assert not fastpath.wait(30)
+    assert fastpath.reason_not() == "exit status 1"
     assert len(runs.read_text().splitlines()) == 1
 
 
@@ -141,10 +141,10 @@ def test_folders_that_cannot_be_written_are_named(
 ) -> None:
     runs = compiler(tmp_path, "exit 1", monkeypatch)
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(door_library, "places", lambda *_: [tmp_path / "file" / "door.so"])
+    monkeypatch.setattr(fastpath_library, "places", lambda *_: [tmp_path / "file" / "fastpath.so"])
     check()
-    assert not door.wait(30)
-    assert str(tmp_path / "file") in str(door.reason_not())
+    assert not fastpath.wait(30)
+    assert str(tmp_path / "file") in str(fastpath.reason_not())
     assert not runs.read_text()
 
 
@@ -155,14 +155,14 @@ def test_many_threads_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         thread.start()
     for thread in threads:
         thread.join()
-    assert not door.wait(30)
+    assert not fastpath.wait(30)
     assert len(runs.read_text().splitlines()) == 1
 
 
 _SCRIPT = """
 import os, sys, time, warnings
 import torch, fastlinear as fl
-from fastlinear.ops.common import door
+from fastlinear.ops.common import fastpath
 warnings.simplefilter("error")
 
 def call():
@@ -175,12 +175,12 @@ if sys.argv[1] == "fork":
     warnings.simplefilter("ignore")  # forking where threads run
     child = os.fork()
     if child == 0:
-        assert not door._build.started
+        assert not fastpath._build.started
         call()
-        assert door._build.started and not door.wait(0.1)
+        assert fastpath._build.started and not fastpath.wait(0.1)
         sys.exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert door.reason_not() is None and not door._build.done.is_set()
+    assert fastpath.reason_not() is None and not fastpath._build.done.is_set()
 """
 
 

@@ -1,4 +1,4 @@
-"""Programs for the door's nodes, step by step: what ``door_program.h`` runs."""
+"""Programs for the fast path's nodes, step by step: what ``tape.h`` runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from fastlinear.ops.common.activations import CODES, activation
 from fastlinear.ops.common.aten_steps import Number, composed
-from fastlinear.ops.common.door_launch import DoorLaunch
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch
 
 Memory = tuple[int]
 Memories = list[int]
@@ -79,7 +79,7 @@ class Program:
         """a + b * c by PyTorch, in the memory of ``into``."""
         self._steps.append(("addcmul", into, a, b, c))
 
-    def launch(self, kernel: DoorLaunch | None, *, anywhere: bool = False) -> bool:
+    def launch(self, kernel: FastpathLaunch | None, *, anywhere: bool = False) -> bool:
         """A kernel's launch, whose tensors are numbers of this program's; False for None.
 
         Given tensors must stay as aligned as they are, but for a kernel that reads them from
@@ -192,7 +192,7 @@ class Program:
         self._stream = stream
 
     def spec(self, *results: int | None) -> tuple[Any, ...]:
-        """The tuple that ``door_program.h`` describes; None stands for no result."""
+        """The tuple that ``tape.h`` describes; None stands for no result."""
         numbers = tuple(-1 if r is None else r for r in results)
         steps, masks, spent = tuple(self._steps), tuple(self._masks), tuple(self._spent)
         return (steps, numbers, masks, self._kept, self._stream, spent)

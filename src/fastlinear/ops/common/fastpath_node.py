@@ -1,7 +1,8 @@
-"""Nodes of autograd in C++: training calls of the door whose forward and backward need no Python.
+"""Nodes of autograd in C++: training calls of the fast path whose forward and backward need no
+Python.
 
-A library beside the door's, built in the same way at the first training call; until it is there,
-and where it cannot be, the families' formulas run in Python.
+A library beside the fast path's, built in the same way at the first training call; until it is
+there, and where it cannot be, the families' formulas run in Python.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.settings import kept_bytes
-from fastlinear.ops.common import door
-from fastlinear.ops.common import door_library as library
-from fastlinear.ops.common.door_build import Build, after_fork, waited
+from fastlinear.ops.common import fastpath
+from fastlinear.ops.common import fastpath_library as library
+from fastlinear.ops.common.fastpath_build import Build, after_fork, waited
 
 NOTHING, OUTPUT, HIDDEN, INTERNAL, SPENT = 0, 1, 2, 3, 4
-"""What a forward keeps for its backward besides the call's tensors; as door_node.h numbers it."""
+"""What a forward keeps for its backward besides the call's tensors; as fastpath_node.h numbers
+it."""
 MAX_TENSORS = 63
 """Most tensors of a call, whose gradients are counted as bits."""
 
@@ -37,11 +39,11 @@ def node(
     readers: Sequence[int],
     kept_readers: Sequence[int] | None = None,
 ) -> Any:
-    """A plan for the door; only once :func:`begun` or :func:`wait` says so.
+    """A plan for the fast path; only once :func:`begun` or :func:`wait` says so.
 
     Args:
         name: of the node, ending in ``Backward``.
-        tensors: those of a call of the kind, as the door sees them, None included.
+        tensors: those of a call of the kind, as the fast path sees them, None included.
         forward: (three leading arguments) → (y, each tensor it keeps or None), without gradients.
         backward: (dy, gradient of the hidden, shape of y, tensors, kept, needs) → a gradient or
             None for each of ``tensors``; dy may be of any strides, and None where the hidden one's
@@ -66,11 +68,11 @@ def node(
 
 
 def program(spec: Any, tensors: Sequence[Tensor | None], fallback: Callable[..., Tensor]) -> Any:
-    """A plan for the door for calls without gradients; only once :func:`begun` says so.
+    """A plan for the fast path for calls without gradients; only once :func:`begun` says so.
 
     Args:
         spec: a program's; its tensors are those of the call, its one result y.
-        tensors: those of a call of the kind, as the door sees them, None included.
+        tensors: those of a call of the kind, as the fast path sees them, None included.
         fallback: (three leading arguments) → y, for otherwise aligned tensors.
     """
     return _loaded_for(tensors).fastlinear_node_program(spec, tuple(tensors), fallback)
@@ -86,7 +88,8 @@ def lists(
     program: Any,
     keeps: int,
 ) -> Any:
-    """A plan for the door for calls of lists, which return one; only once :func:`begun` says so.
+    """A plan for the fast path for calls of lists, which return one; only once :func:`begun` says
+    so.
 
     A program here is a pair: of a program's tuple, and of pieces of its tensors, (number, shape,
     numbers before it) or None each. Its tensors are dense.
@@ -94,7 +97,7 @@ def lists(
     Args:
         name: of the node, ending in ``Backward``.
         results: how many.
-        tensors: those of a call of the kind, as the door sees them, None included.
+        tensors: those of a call of the kind, as the fast path sees them, None included.
         forward: (three leading arguments) → (results, a tensor it keeps or None), without
             gradients.
         backward: (gradient of each result, tensors, kept, needs) → a gradient or None for each of
@@ -138,7 +141,7 @@ def serves_cuda() -> bool:
     build = _build
     if build.cuda is None:
         assert build.loaded is not None
-        functions = door.driver_functions(
+        functions = fastpath.driver_functions(
             "cuStreamIsCapturing", "cuLaunchKernelEx", "cuTensorMapReplaceAddress"
         )
         build.cuda = functions is not None and bool(build.loaded.fastlinear_node_cuda(*functions))
@@ -211,7 +214,7 @@ def _made(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     loaded.fastlinear_node_release.argtypes = []
     loaded.fastlinear_node_release.restype = ctypes.c_int64
     loaded.fastlinear_node_keep(kept_bytes())
-    loaded.fastlinear_node_begin(torch.Tensor, torch.nn.Parameter, door.impl_offset())
+    loaded.fastlinear_node_begin(torch.Tensor, torch.nn.Parameter, fastpath.impl_offset())
     return loaded
 
 

@@ -1,4 +1,4 @@
-"""Steps of the compiled door's programs, one by one."""
+"""Steps of the compiled fast path's programs, one by one."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import door, door_node
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common import fastpath, fastpath_node
+from fastlinear.ops.common.tape import Program
 
-pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here")
+pytestmark = pytest.mark.skipif(
+    fastpath_node.reason_not() is not None, reason="no C++ programs here"
+)
 
 
 def test_a_product_is_added_to_what_is_there() -> None:
-    assert door.wait(), door.reason_not()
-    assert door_node.wait(), door_node.reason_not()
-    table = door.table("common.test_program")
+    assert fastpath.wait(), fastpath.reason_not()
+    assert fastpath_node.wait(), fastpath_node.reason_not()
+    table = fastpath.table("common.test_program")
     assert table is not None
     table.clear()
     p = Program(3)
@@ -26,7 +28,7 @@ def test_a_product_is_added_to_what_is_there() -> None:
     def fails(*_: Tensor) -> Tensor:
         raise AssertionError("in Python")
 
-    assert table.admit(*given, door_node.program(p.spec(total), given, fails))
+    assert table.admit(*given, fastpath_node.program(p.spec(total), given, fails))
     with torch.no_grad():
         expected = (a @ b).addmm_(a, c)
         for _ in range(2):
@@ -37,9 +39,9 @@ def test_a_product_is_added_to_what_is_there() -> None:
 
 def test_batched_products_and_their_layouts() -> None:
     """Views of any strides, products into them, copies, sums over some dimensions."""
-    assert door.wait(), door.reason_not()
-    assert door_node.wait(), door_node.reason_not()
-    table = door.table("common.test_program")
+    assert fastpath.wait(), fastpath.reason_not()
+    assert fastpath_node.wait(), fastpath_node.reason_not()
+    table = fastpath.table("common.test_program")
     assert table is not None
     table.clear()
     a, b, c = given = tuple(torch.randn(s) for s in ((4, 3, 5), (3, 5, 6), (3, 6)))
@@ -56,7 +58,7 @@ def test_batched_products_and_their_layouts() -> None:
     def fails(*_: Tensor) -> Tensor:
         raise AssertionError("in Python")
 
-    plan = door_node.program(p.spec(y), given, fails)
+    plan = fastpath_node.program(p.spec(y), given, fails)
     assert table.admit(*given, plan)
     with torch.no_grad():
         sums = c.expand(4, 3, 6).clone()
@@ -74,9 +76,9 @@ def test_batched_products_and_their_layouts() -> None:
 @pytest.mark.parametrize("spends", [True, False])
 def test_what_a_backward_spends_is_freed_at_its_last_use(spends: bool) -> None:
     """Two kept tensors, each read by one product: the first is freed before the second product."""
-    assert door.wait(), door.reason_not()
-    assert door_node.wait(), door_node.reason_not()
-    table = door.table("common.test_program")
+    assert fastpath.wait(), fastpath.reason_not()
+    assert fastpath_node.wait(), fastpath_node.reason_not()
+    table = fastpath.table("common.test_program")
     assert table is not None
     table.clear()
     x = torch.randn(512, 32)
@@ -99,8 +101,8 @@ def test_what_a_backward_spends_is_freed_at_its_last_use(spends: bool) -> None:
             p.spend(5)
         return p.spec(None, *made)
 
-    kept = door_node.SPENT, door_node.SPENT
-    plan = door_node.node(
+    kept = fastpath_node.SPENT, fastpath_node.SPENT
+    plan = fastpath_node.node(
         "TestBackward", (x, u, v), forward, backward, programmer, None, kept, (-1,) * 3
     )
     assert table.admit(x, u, v, plan)

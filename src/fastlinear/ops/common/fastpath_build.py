@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.interrupts import whole
-from fastlinear.ops.common import door_library
+from fastlinear.ops.common import fastpath_library
 from fastlinear.ops.common.compiler import Compiler
 
 _STOP_TIMEOUT_S = 5
@@ -37,7 +37,7 @@ class Build:
         failure: why it cannot be.
     """
 
-    library: door_library.Library
+    library: fastpath_library.Library
     made: Callable[[ctypes.PyDLL], ctypes.PyDLL]
     tell: Callable[[], None]
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -71,29 +71,29 @@ class Build:
 
     def reason_not(self) -> str | None:
         """Why it will not be there in this process, or None. Compiles and waits for nothing."""
-        return self.failure or door_library.missing(self.library)
+        return self.failure or fastpath_library.missing(self.library)
 
     def _begin(self) -> None:
-        why = door_library.missing(self.library)
+        why = fastpath_library.missing(self.library)
         if why is not None:
             self._finish(failure=why)
             return
-        command = door_library.command(self.library)
-        places = door_library.places(command, self.library)
-        found = door_library.loaded(places)
+        command = fastpath_library.command(self.library)
+        places = fastpath_library.places(command, self.library)
+        found = fastpath_library.loaded(places)
         if found is not None:
             self._finish(loaded=self.made(found))
             return
         _compiling.append(self)
         Finalize(None, Build.stop, (self,), exitpriority=10)  # when worker processes end as well
         threading.Thread(
-            target=self._work, args=(command, places), name="fastlinear-door", daemon=True
+            target=self._work, args=(command, places), name="fastlinear-fastpath", daemon=True
         ).start()
 
     def _work(self, command: list[str], places: list[Path]) -> None:
         try:
             loaded = self.made(
-                door_library.compiled(self.compiler, command, places, self.library.source.name)
+                fastpath_library.compiled(self.compiler, command, places, self.library.source.name)
             )
         except UnsupportedError as error:
             self._finish(failure=error.received)
