@@ -39,7 +39,7 @@ class Timed:
     def caller(self, backend: str) -> Callable[..., Any]:
         """A function of a forward backend's inputs that calls the public function with it.
 
-        Waits for the libraries of the table and of its programs, as callers have them.
+        Waits for the libraries of the table and of its tapes, as callers have them.
         """
         if fastpath.wait(fastpath.PATIENCE_S):
             fastpath_node.wait(fastpath.PATIENCE_S)

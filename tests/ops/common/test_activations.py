@@ -92,7 +92,7 @@ def test_what_autograd_moves_and_keeps() -> None:
 
 
 def test_composing_ignores_what_is_around_it() -> None:
-    """A program may be made under autocast, in inference mode or under a user's own mode."""
+    """A tape may be made under autocast, in inference mode or under a user's own mode."""
     aten_steps.composed.cache_clear()
     plain = aten_steps.composed(F.silu, 1)
     aten_steps.composed.cache_clear()

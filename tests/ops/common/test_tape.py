@@ -1,4 +1,4 @@
-"""Steps of the compiled fast path's programs, one by one."""
+"""Steps of the compiled fast path's tapes, one by one."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.common import fastpath, fastpath_node
-from fastlinear.ops.common.tape import Program
+from fastlinear.ops.common.tape import Tape
 
-pytestmark = pytest.mark.skipif(
-    fastpath_node.reason_not() is not None, reason="no C++ programs here"
-)
+pytestmark = pytest.mark.skipif(fastpath_node.reason_not() is not None, reason="no C++ tapes here")
 
 
 def test_a_product_is_added_to_what_is_there() -> None:
     assert fastpath.wait(), fastpath.reason_not()
     assert fastpath_node.wait(), fastpath_node.reason_not()
-    table = fastpath.table("common.test_program")
+    table = fastpath.table("common.test_tape")
     assert table is not None
     table.clear()
-    p = Program(3)
+    p = Tape(3)
     total = p.product(0, 1)
     p.accumulate(total, 0, 2)
     a, b, c = given = tuple(torch.randn(s) for s in ((5, 6), (6, 7), (6, 7)))
@@ -28,7 +26,7 @@ def test_a_product_is_added_to_what_is_there() -> None:
     def fails(*_: Tensor) -> Tensor:
         raise AssertionError("in Python")
 
-    assert table.admit(*given, fastpath_node.program(p.spec(total), given, fails))
+    assert table.admit(*given, fastpath_node.tape(p.spec(total), given, fails))
     with torch.no_grad():
         expected = (a @ b).addmm_(a, c)
         for _ in range(2):
@@ -41,11 +39,11 @@ def test_batched_products_and_their_layouts() -> None:
     """Views of any strides, products into them, copies, sums over some dimensions."""
     assert fastpath.wait(), fastpath.reason_not()
     assert fastpath_node.wait(), fastpath_node.reason_not()
-    table = fastpath.table("common.test_program")
+    table = fastpath.table("common.test_tape")
     assert table is not None
     table.clear()
     a, b, c = given = tuple(torch.randn(s) for s in ((4, 3, 5), (3, 5, 6), (3, 6)))
-    p = Program(3)
+    p = Tape(3)
     by_group = p.strided(0, (3, 4, 5), (5, 15, 1))
     total = p.empty((4, 3, 6), a.dtype, 0)
     p.copy(total, 2)
@@ -58,7 +56,7 @@ def test_batched_products_and_their_layouts() -> None:
     def fails(*_: Tensor) -> Tensor:
         raise AssertionError("in Python")
 
-    plan = fastpath_node.program(p.spec(y), given, fails)
+    plan = fastpath_node.tape(p.spec(y), given, fails)
     assert table.admit(*given, plan)
     with torch.no_grad():
         sums = c.expand(4, 3, 6).clone()
@@ -78,7 +76,7 @@ def test_what_a_backward_spends_is_freed_at_its_last_use(spends: bool) -> None:
     """Two kept tensors, each read by one product: the first is freed before the second product."""
     assert fastpath.wait(), fastpath.reason_not()
     assert fastpath_node.wait(), fastpath_node.reason_not()
-    table = fastpath.table("common.test_program")
+    table = fastpath.table("common.test_tape")
     assert table is not None
     table.clear()
     x = torch.randn(512, 32)
@@ -92,9 +90,9 @@ def test_what_a_backward_spends_is_freed_at_its_last_use(spends: bool) -> None:
     def backward(dy: Tensor, hidden: None, shape: object, given: tuple[Tensor, ...], *rest: object):
         return None, dy.t() @ given[0], dy.t() @ given[0]
 
-    def programmer(needs: object, dy: Tensor, given: object, kept: object, last: bool) -> object:
+    def recorder(needs: object, dy: Tensor, given: object, kept: object, last: bool) -> object:
         over.append(last)
-        p = Program(6)
+        p = Tape(6)
         made = [p.product(number, 1, a_turned=True) for number in (4, 5)]
         if spends and last:
             p.spend(4)
@@ -103,7 +101,7 @@ def test_what_a_backward_spends_is_freed_at_its_last_use(spends: bool) -> None:
 
     kept = fastpath_node.SPENT, fastpath_node.SPENT
     plan = fastpath_node.node(
-        "TestBackward", (x, u, v), forward, backward, programmer, None, kept, (-1,) * 3
+        "TestBackward", (x, u, v), forward, backward, recorder, None, kept, (-1,) * 3
     )
     assert table.admit(x, u, v, plan)
     large, small = 512 * 64 * 4, 64 * 32 * 4

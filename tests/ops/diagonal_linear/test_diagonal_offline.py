@@ -91,7 +91,7 @@ def test_memory_is_read_sixteen_bytes_at_a_time(k: int, launches: list[Recorded]
 
 @pytest.mark.parametrize("k", [1, 3, 16, 24, 33, 100, 128, 160, 161, 768, 1000, 1040, 8192, 24577])
 @pytest.mark.parametrize("m", [1, 7, 33, 4099, 30000, 32768])
-def test_every_number_has_its_program(m: int, k: int) -> None:
+def test_every_number_has_its_tape(m: int, k: int) -> None:
     """Tiles cover what there is, and where a cut calls itself even, exactly that."""
     for piece in ("forward", "backward"):
         for dense in (True, False):

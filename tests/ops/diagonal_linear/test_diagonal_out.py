@@ -76,7 +76,7 @@ def test_what_out_held_is_known_to_be_gone(backend: str | None) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["none", "gelu"])
 def test_out_through_the_fast_path(backend: str | None, name: str) -> None:
-    """The same values, checks and version as in Python, and without Python where a program is."""
+    """The same values, checks and version as in Python, and without Python where a tape is."""
     if not (fastpath.wait(120) and fastpath_node.wait(300)):
         pytest.skip("no compiled fast path here")
     for rows, residual in itertools.product((4, 40), (False, True)):

@@ -1,4 +1,4 @@
-"""Calls of gated_mlp in Python and as programs, side by side."""
+"""Calls of gated_mlp in Python and as tapes, side by side."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastlinear.ops.common import fastpath
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.gated_mlp import cuda, programs, reference
+from fastlinear.ops.gated_mlp import cuda, reference, tape
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP
 from fastlinear.ops.gated_mlp.products import PYTORCH, Gate, backward_by
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, empty_like, split_pre
@@ -84,7 +84,7 @@ class Way:
         table.clear()
         x, weights, biases = self._split(given)
         GatedMLP.apply(*given, self.formula)
-        plan = programs.node(self.formula, x, weights, biases)
+        plan = tape.node(self.formula, x, weights, biases)
         assert plan is not None
         assert table.admit(x, weights[:], biases[:], "a", plan)
 
@@ -96,11 +96,11 @@ class Way:
         x, weights, biases = self._split(given)
         y = self.table.call(x, weights[:], biases[:], "a")
         assert y is not None
-        assert y.grad_fn.name() == programs.NAME
+        assert y.grad_fn.name() == tape.NAME
         return y  # type: ignore[no-any-return]
 
     def compare(self, given: Sequence[Tensor | None]) -> None:
-        """Once in Python, then by programs alone; a graph's first backward, and its last, which may
+        """Once in Python, then by tapes alone; a graph's first backward, and its last, which may
         write over what was kept."""
         wanted = [t for t in given if t is not None and t.requires_grad]
         expected = GatedMLP.apply(*given, self.plain)

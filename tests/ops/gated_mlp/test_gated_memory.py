@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import fastpath
-from fastlinear.ops.gated_mlp import cpp, programs
+from fastlinear.ops.gated_mlp import cpp, tape
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP
 from fastlinear.ops.gated_mlp.problem import problem
 from fastlinear.ops.gated_mlp.stacking import ORDERS, Biases, Weights
@@ -62,7 +62,7 @@ class Calls:
         table.clear()
         x, weights, biases = self._split(given)
         GatedMLP.apply(*given, self.plain)
-        plan = programs.node(formula, x, weights, biases)
+        plan = tape.node(formula, x, weights, biases)
         assert table.admit(x, weights[:], biases[:], "a", plan)
 
     @staticmethod
@@ -115,7 +115,7 @@ def test_a_graph_of_gradients_reads_no_pre_activations() -> None:
 @by_backend
 @pytest.mark.parametrize("save", [True, False])
 def test_nothing_is_kept_for_the_down_bias_alone(save: bool, backend: Any) -> None:
-    """By the node and by Python, by a program and by the formula, first and second derivatives."""
+    """By the node and by Python, by a tape and by the formula, first and second derivatives."""
     needs = (*[False] * 6, True)
     given = draw((64, 16), "apart", "yes", needs)
     calls = Calls(given, "apart", backend, save)

@@ -135,7 +135,7 @@ class TestOnHopper:
 
     @pytest.mark.parametrize("layout", ["... (g k)", "g ... k", "b (g k) ..."])
     @pytest.mark.parametrize("activation", ["relu", "silu", "none"])
-    def test_a_layer_takes_them_by_programs(self, activation: str, layout: str) -> None:
+    def test_a_layer_takes_them_by_tapes(self, activation: str, layout: str) -> None:
         order = layouts.order_of(layout, (1, 1, 2))
         x, weight, bias = forward.drawn(2048, (16, 150, 130), order=order)
         dy = backward.drawn(2048, 16, 150, 130, "none", order=order)[0]
@@ -144,7 +144,7 @@ class TestOnHopper:
         plain = Formula(activation, layout, "resident", "wide", resident.forward, wide.backward)
         expected = GroupedLinear.apply(*given, plain)
         gradients = torch.autograd.grad(expected, given, of_y)
-        for _ in range(3):  # in Python, then by programs
+        for _ in range(3):  # in Python, then by tapes
             y = fl.grouped_linear(*given, activation, layout)
             assert torch.equal(y, expected)
             found = torch.autograd.grad(y, given, of_y)

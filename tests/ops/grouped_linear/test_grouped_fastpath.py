@@ -13,7 +13,7 @@ import fastlinear as fl
 from fastlinear.core.compare import judge
 from fastlinear.op.front import no_table
 from fastlinear.ops.common import fastpath, fastpath_node
-from fastlinear.ops.grouped_linear import cpp, programs, reference
+from fastlinear.ops.grouped_linear import cpp, reference, tape
 from fastlinear.ops.grouped_linear.problem import problem
 from fastlinear.ops.grouped_linear.spec import FRONT
 
@@ -63,7 +63,7 @@ def test_a_fast_path_that_comes_later_is_taken(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", ["none", "relu", "silu"])
 @pytest.mark.parametrize("layout", SHAPES)
-def test_programs_take_no_python(
+def test_tapes_take_no_python(
     layout: str, activation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a kind of call is known, neither direction comes back to Python; results are right."""
@@ -114,7 +114,7 @@ def test_training_calls_are_recorded_in_cpp() -> None:
         assert y.grad_fn.name() == "GroupedLinearBackward"
 
 
-def test_what_programs_cannot_serve() -> None:
+def test_what_tapes_cannot_serve() -> None:
     """Expanded gradients, those of gradients, checkpoints, other strides, y changed in place."""
 
     def run(*t: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def test_what_programs_cannot_serve() -> None:
 def test_a_view_is_asked_for() -> None:
     """Tokens without a common stride: copied in Python, never read where they do not lie."""
     x = torch.randn(3, 4, 5, G, K).permute(2, 0, 1, 3, 4)
-    assert programs._in_place(x, "... g k", K, torch.empty(G, N, K)) is None
+    assert tape._in_place(x, "... g k", K, torch.empty(G, N, K)) is None
     w = torch.randn(G, N, K)
     for _ in range(3):
         y = fl.grouped_linear(x, w, layout="... g k")

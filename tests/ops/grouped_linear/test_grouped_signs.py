@@ -194,7 +194,7 @@ class TestOnHopper:
         x, weight, bias, dy = drawn((1, 4096), (16, 100, 100), torch.bfloat16, order)
         given = [t.requires_grad_() for t in (users(x, layout), weight, bias)]
         place = signs.place_for(x, weight, "relu", order, "strips", "strips")
-        for _ in range(3):  # in Python, then by programs
+        for _ in range(3):  # in Python, then by tapes
             y = fl.grouped_linear(*given, "relu", layout)
             dy_users = users(dy, layout)
             found = torch.autograd.grad(y, given, dy_users, retain_graph=True)

@@ -176,7 +176,7 @@ class TestOnTheDevice:
 
         given = [t.requires_grad_() for t in (users(x), weight, bias)]
         results = []
-        for _ in range(3):  # in Python, then by programs
+        for _ in range(3):  # in Python, then by tapes
             y = fl.grouped_linear(*given, "relu", layout)
             results.append(torch.autograd.grad(y, given, users(dy), retain_graph=True))
             results.append(torch.autograd.grad(y, given, users(dy)))

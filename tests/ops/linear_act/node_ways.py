@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act import backends, onednn, programs, reference
+from fastlinear.ops.linear_act import backends, onednn, reference, tape
 from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_from
 from fastlinear.ops.linear_act.problem import problem
-from fastlinear.ops.linear_act.programs import Training
+from fastlinear.ops.linear_act.tape import Training
 
 Given = tuple[Tensor, Tensor, Tensor | None]
 ONEDNN = onednn.reason_not(problem("forward", 1, 1, 1, dtype="float32", device="cpu")) is None
@@ -68,7 +68,7 @@ class Way:
         if x.is_cuda:
             assert fastpath.serves_cuda()
             assert fastpath_node.serves_cuda()
-        plan = programs.node(self.training, x, w, b)
+        plan = tape.node(self.training, x, w, b)
         assert plan is not None
         assert self.table.admit(x, w, b, self.formula.activation, None, plan)
 

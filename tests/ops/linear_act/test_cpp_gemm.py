@@ -148,7 +148,7 @@ def test_it_is_for_float32_on_the_cpu() -> None:
 def test_a_layer_by_name() -> None:
     layer = fl.nn.Linear(40, 24, activation="gelu", backend="gemm_cpp")
     x = drawn(3, 5, 40).requires_grad_()
-    for _ in range(5):  # the first calls run in Python, later ones in a program
+    for _ in range(5):  # the first calls run in Python, later ones in a tape
         y = layer(x)
         grads = torch.autograd.grad(y.sum(), [x, layer.weight, layer.bias])
     wide = [t.detach().double().requires_grad_() for t in (x, layer.weight, layer.bias)]

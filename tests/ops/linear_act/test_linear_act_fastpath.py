@@ -19,7 +19,7 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.linear_act import launches, onednn, programs, reference
+from fastlinear.ops.linear_act import launches, onednn, reference, tape
 from fastlinear.ops.linear_act.problem import problem
 from fastlinear.ops.linear_act.spec import FRONT
 
@@ -236,7 +236,7 @@ def boom(*_: Any) -> Tensor:
 def launched(table: fastpath.Table, call: tuple[Any, ...]) -> None:
     """Replace the plan of a call that ran before by its launch, whose fallback raises."""
     backend = call[4]
-    plan = programs.inference(backend, call[3], boom, *call[:3])
+    plan = tape.inference(backend, call[3], boom, *call[:3])
     assert plan is not None
     assert table.admit(*call, plan)
 
@@ -286,14 +286,14 @@ def test_launches_from_cpp(case: Any, table: fastpath.Table) -> None:
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_slices_and_their_sum_from_cpp(bias: bool, activation: str, table: fastpath.Table) -> None:
-    """Two launches, which a program makes."""
+    """Two launches, which a tape makes."""
     if not fastpath_node.wait(120):
         pytest.skip("no library of nodes")
     x, w, b = given(64, 1024, 1024, device="cuda", dtype=torch.float32)
     call = (x, w, b if bias else None, activation, "triton")
     before = fl.linear_act(*call[:3], activation=activation, backend="triton")
     assert launches.forward("triton", *call[:4], False) is None
-    plan = programs.inference("triton", call[3], boom, *call[:3])
+    plan = tape.inference("triton", call[3], boom, *call[:3])
     assert plan is not None
     assert table.admit(*call, plan)
     assert torch.equal(table.call(*call), before)
@@ -359,7 +359,7 @@ def test_a_launch_follows_a_hook_of_triton_and_threads(table: fastpath.Table) ->
     def plain(*c: Any) -> Tensor:
         return fl.linear_act(*c, activation="relu", backend="triton")
 
-    table.admit(*call, programs.inference("triton", call[3], plain, *call[:3]))
+    table.admit(*call, tape.inference("triton", call[3], plain, *call[:3]))
     thread = threading.Thread(
         target=lambda: found.append(fl.linear_act(x, w, b, activation="relu", backend="triton"))
     )

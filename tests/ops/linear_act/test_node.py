@@ -134,7 +134,7 @@ def _forgotten() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize("names", CPU, ids=str)
-def test_a_row_has_one_program_wherever_its_gradient_lies(names: dict[str, str]) -> None:
+def test_a_row_has_one_tape_wherever_its_gradient_lies(names: dict[str, str]) -> None:
     """With one row a piece of a longer one is contiguous, whatever its strides say."""
     if not able(names, "relu", "cpu"):
         pytest.skip("a backend does not know it")

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.autograd import Formula
-from fastlinear.ops.linear_act.programs import Training
+from fastlinear.ops.linear_act.tape import Training
 
 pytestmark = needs_nodes
 
@@ -42,7 +42,7 @@ def test_a_change_of_what_was_saved_is_noticed(activation: str) -> None:
     for changed in (0, 1, None):
         given = leaves(4, 6)
         way = Way(trained(activation), *given)
-        way(*given).sum().backward()  # from here on by the program
+        way(*given).sum().backward()  # from here on by the tape
         y = way(*given)
         with torch.no_grad():
             if changed is not None:
@@ -127,7 +127,7 @@ def test_saved_tensors_hooks(names: dict[str, str]) -> None:
         if not able(names, activation, "cpu"):
             continue
         way = Way(trained(activation, **names), x, w, b)
-        way(x, w, b).sum().backward()  # from here on by the program
+        way(x, w, b).sum().backward()  # from here on by the tape
         for unpack in (lambda t: t, lambda t: t.clone(), lambda t: t.t().contiguous().t()):
             seen: list[Tensor] = []
             with torch.autograd.graph.saved_tensors_hooks(

@@ -21,10 +21,10 @@ from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.linear_act import onednn
 from fastlinear.ops.linear_act.problem import problem
-from fastlinear.ops.mlp import programs, reference
+from fastlinear.ops.mlp import reference, tape
 from fastlinear.ops.mlp.autograd import Formula, Mlp
 from fastlinear.ops.mlp.backends import FAMILY
-from fastlinear.ops.mlp.programs import Training
+from fastlinear.ops.mlp.tape import Training
 
 pytestmark = needs_nodes
 
@@ -64,7 +64,7 @@ class Way:
             assert fastpath.serves_cuda()
             assert fastpath_node.serves_cuda()
         self.python(x, ws, bs)
-        plan = programs.node(self.training, x, ws, bs)
+        plan = tape.node(self.training, x, ws, bs)
         assert plan is not None
         assert self.table.admit(x, ws, bs, *self.names, plan)
 

@@ -1,4 +1,4 @@
-"""ragged_linear's C++ on a CPU, called from Python and by the compiled fast path's programs."""
+"""ragged_linear's C++ on a CPU, called from Python and by the compiled fast path's tapes."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_strides(dtype: torch.dtype, integers: torch.dtype) -> None:
     alike = torch.tensor([8], dtype=integers).expand(4)
     for given in ([x, w, b], [columns, turned, bias], [x, apart, b], [x, one, bias]):
         for sizes in (far, alike):
-            for _ in range(3):  # in Python, then by programs
+            for _ in range(3):  # in Python, then by tapes
                 found = everything(ours, given, sizes, "relu")
             compare(found, given, sizes.tolist(), "relu")
 
@@ -208,7 +208,7 @@ def in_python(*_: Any) -> Any:
 @pytest.mark.usefixtures("_there")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["none", "relu", "silu"])
-def test_programs_read_the_sizes_at_each_call(
+def test_tapes_read_the_sizes_at_each_call(
     activation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a kind of call is known neither direction comes back to Python, whatever its sizes."""
@@ -279,7 +279,7 @@ def test_any_subset_of_gradients() -> None:
 
 @pytest.mark.usefixtures("_there")
 @pytest.mark.parametrize("activation", ["none", "relu", "silu"])
-def test_what_programs_cannot_serve(activation: str) -> None:
+def test_what_tapes_cannot_serve(activation: str) -> None:
     """Gradients of gradients, batched ones, checkpoints, y changed in place, other kinds."""
     given, sizes = drawn(20, 36), torch.tensor(SIZES[0])
     many = torch.randn(3, 40, 36)

@@ -17,7 +17,7 @@ from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.ops.common import cuda_driver
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
-from fastlinear.ops.unequal_linear import autograd, compiled, programs
+from fastlinear.ops.unequal_linear import autograd, compiled, tape
 from fastlinear.ops.unequal_linear.autograd import Formula, recorded
 from fastlinear.ops.unequal_linear.config import EXTRAS, OFFERED, PLAIN
 from fastlinear.ops.unequal_linear.spec import FRONT
@@ -153,7 +153,7 @@ def test_calls_that_come_again_need_no_python(
         torch.full((1 << 20,), float("nan"), device=DEVICE)  # what new memory holds
         ys = together(*lists, activation)
         assert ys[0].grad_fn is not None
-        assert ys[0].grad_fn.name() == programs.NAME
+        assert ys[0].grad_fn.name() == tape.NAME
         del ys
         with torch.no_grad():
             quiet = together(xs, weights, biases, activation)
@@ -204,7 +204,7 @@ def test_strides_dimensions_and_second_derivatives() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_pieces_of_one_tensor(dtype: torch.dtype) -> None:
-    """Bit for bit as dense copies of them, at the first call and by programs."""
+    """Bit for bit as dense copies of them, at the first call and by tapes."""
     for sizes in (((64, 32), (8, 72), (40, 16), (24, 8)), ((33, 7), (10, 66), (1, 8), (64, 5))):
         weights = [torch.randn(n, k, device=DEVICE, dtype=dtype) for k, n in sizes]
         for w in weights:

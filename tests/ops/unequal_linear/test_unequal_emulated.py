@@ -20,7 +20,7 @@ from torch import Tensor
 from fastlinear.core.compare import judge
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import fastpath, fastpath_node
-from fastlinear.ops.unequal_linear import autograd, compiled, cuda, launches, programs
+from fastlinear.ops.unequal_linear import autograd, compiled, cuda, launches, tape
 from fastlinear.ops.unequal_linear.config import (
     FORWARD,
     GRAD_INPUT,
@@ -127,7 +127,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     launches.kept_parts.cache_clear()
     for name in ("Launch", "make_current"):
         monkeypatch.setattr(launches.driver, name, Emulated if name == "Launch" else lambda _: None)
-    for module in (autograd, programs):
+    for module in (autograd, tape):
         monkeypatch.setattr(module, "kernels", lambda _: cuda)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch, "empty", unknown)
@@ -337,7 +337,7 @@ def _driver() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_driver", "emulated")
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
-def test_programs(activation: str) -> None:
+def test_tapes(activation: str) -> None:
     """Through the fast path the same kernels compute on the same memory: bit for bit."""
     table = fastpath.table("unequal_linear.test")
     assert table is not None
@@ -356,25 +356,25 @@ def test_programs(activation: str) -> None:
             expected = autograd.recorded(formula, *given)
             dys = [torch.randn_like(y) for y in expected]
             grads = torch.autograd.grad(expected, wanted, dys)
-            assert table.admit(*given, "a", programs.plan(formula, *given, True))
+            assert table.admit(*given, "a", tape.plan(formula, *given, True))
             launched = len(LAUNCHES)
             ys = table.call(*given, "a")
-            assert ys[0].grad_fn.name() == programs.NAME
+            assert ys[0].grad_fn.name() == tape.NAME
             for _ in range(3):
                 found = torch.autograd.grad(ys, wanted, dys, retain_graph=True)
                 for a, e in zip((*ys, *found), (*expected, *grads), strict=True):
                     assert a.shape == e.shape
                     assert torch.equal(a, e)
-            assert len(LAUNCHES) == launched + 2  # prepared for the backward's program, once
+            assert len(LAUNCHES) == launched + 2  # prepared for the backward's tape, once
             apart = [_beside_nan(dy) if dy.dim() == 2 else dy for dy in dys]
             for _ in range(3):
                 found = torch.autograd.grad(ys, wanted, apart, retain_graph=True)
                 for a, e in zip(found, grads, strict=True):
                     assert torch.equal(a, e)
-            # both of another program, and what Python did not have yet
+            # both of another tape, and what Python did not have yet
             assert launched + 4 < len(LAUNCHES) <= launched + 6
             with torch.no_grad():
-                assert table.admit(*given, "a", programs.plan(formula, *given, False))
+                assert table.admit(*given, "a", tape.plan(formula, *given, False))
                 for a, e in zip(table.call(*given, "a"), expected, strict=True):
                     assert torch.equal(a, e)
     table.clear()

@@ -22,12 +22,12 @@ from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError
 from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
-from fastlinear.ops.unequal_linear import autograd, layout, programs
+from fastlinear.ops.unequal_linear import autograd, layout, tape
 from fastlinear.ops.unequal_linear.autograd import Formula, recorded
 from fastlinear.ops.unequal_linear.spec import FRONT
 
 pytestmark = [
-    pytest.mark.skipif(fastpath_node.reason_not() is not None, reason="no C++ programs here"),
+    pytest.mark.skipif(fastpath_node.reason_not() is not None, reason="no C++ tapes here"),
     pytest.mark.skipif(unserved(torch.float32) is not None, reason="no kernels here"),
 ]
 # (tokens, K, N)
@@ -69,7 +69,7 @@ def by_python(lists: Lists, activation: str = "relu") -> list[Tensor]:
 
 def served(ys: Sequence[Tensor]) -> bool:
     node = next((y.grad_fn for y in ys if y.requires_grad), None)
-    return node is not None and node.name() == programs.NAME
+    return node is not None and node.name() == tape.NAME
 
 
 def admitted(run: Callable[[], list[Tensor]]) -> list[Tensor]:
@@ -101,7 +101,7 @@ def gradients(ys: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
 
 
 def compare(lists: Lists, activation: str = "relu") -> None:
-    """Calls through the fast path against the formula in Python, and a backward by its program
+    """Calls through the fast path against the formula in Python, and a backward by its tape
     against its first, in Python."""
     wanted = leaves(lists)
     ys = admitted(lambda: together(lists, activation))
@@ -566,7 +566,7 @@ def test_inputs_are_differentiated_behind_their_split() -> None:
             assert torch.equal(a, e)
 
 
-def test_gradients_that_lie_otherwise_have_programs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_lie_otherwise_have_tapes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind of memory asks Python once, a row's none, and no more than four are kept."""
     asked = 0
     gradients_of = Formula.gradients

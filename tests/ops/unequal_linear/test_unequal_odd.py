@@ -56,7 +56,7 @@ def test_other_data_behind_the_forward_is_refused() -> None:
             torch.autograd.grad(ys[0].sum(), ws[0])
 
 
-def test_programs_are_forgotten_under_other_threads() -> None:
+def test_tapes_are_forgotten_under_other_threads() -> None:
     """More sets of gradients than are kept, while another thread runs one of them."""
     xs, ws = drawn(groups=8)
     leaves = [*ws, *(x.requires_grad_() for x in xs)]

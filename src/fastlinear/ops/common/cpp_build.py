@@ -286,7 +286,7 @@ def failed(source: Path) -> str | None:
 
 
 def address(function: Any) -> int:
-    """Where a library's function lies, for the fast path's programs."""
+    """Where a library's function lies, for the fast path's tapes."""
     found = ctypes.cast(function, ctypes.c_void_p).value
     assert found is not None
     return found

@@ -49,7 +49,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def address() -> int:
-    """Where the library's ``fastlinear_gemm`` lies, for the fast path's programs."""
+    """Where the library's ``fastlinear_gemm`` lies, for the fast path's tapes."""
     return cpp_build.address(_library().fastlinear_gemm)
 
 

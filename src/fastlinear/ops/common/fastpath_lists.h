@@ -1,8 +1,8 @@
 // Calls of lists of tensors: a list of results, which autograd records as one node of many outputs.
 //
-// As in fastpath_node.h, programs or Python run the forward and the backward, and what is not plain
+// As in fastpath_node.h, tapes or Python run the forward and the backward, and what is not plain
 // goes to the formula in Python. Gradients of the results have dense rows, at one distance. A
-// program's results lie in few allocations, of which each result is a piece, with a version counter
+// tape's results lie in few allocations, of which each result is a piece, with a version counter
 // of its own: pieces do not overlap.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace fastpath {
 
-// Some of a program's tensor as a dense tensor: (its number, (sizes...), numbers before it), or None
+// Some of a tape's tensor as a dense tensor: (its number, (sizes...), numbers before it), or None
 // for no result.
 struct Piece {
   int64_t tensor = -1, offset = 0;
@@ -36,51 +36,51 @@ struct Piece {
   }
 };
 
-// (a program's tuple, (pieces...)), and tensors of a call
-struct ListProgram {
-  Program program;
+// (a tape's tuple, (pieces...)), and tensors of a call
+struct ListTape {
+  Tape tape;
   std::vector<Piece> pieces;
 
-  ListProgram(PyObject* spec, const Tensors& given) : program(PyTuple_GetItem(spec, 0), given) {
+  ListTape(PyObject* spec, const Tensors& given) : tape(PyTuple_GetItem(spec, 0), given) {
     PyObject* all = PyTuple_GetItem(spec, 1);
     for (Py_ssize_t i = 0; i < PyTuple_Size(all); ++i) pieces.emplace_back(PyTuple_GetItem(all, i));
     if (PyErr_Occurred()) throw PythonError();
   }
 
   // What it holds is Python's; its last owner may be a thread without the GIL.
-  static std::shared_ptr<const ListProgram> shared(PyObject* spec, const Tensors& given) {
-    return {new ListProgram(spec, given), [](const ListProgram* program) {
+  static std::shared_ptr<const ListTape> shared(PyObject* spec, const Tensors& given) {
+    return {new ListTape(spec, given), [](const ListTape* tape) {
               if (!Py_IsInitialized()) return;
               const pybind11::gil_scoped_acquire lock;
-              delete program;
+              delete tape;
             }};
   }
 
   bool run(Tensors& r, void* stream) const {
     const at::AutoDispatchBelowADInplaceOrView below;
-    return program.run(r, stream);
+    return tape.run(r, stream);
   }
 };
 
-// A kind of call. Numbers of a backward program's tensors: the gradients of the results, then the
+// A kind of call. Numbers of a backward tape's tensors: the gradients of the results, then the
 // call's tensors, then what the forward kept.
 //
-//   ("lists", name, results, forward, backward or None, programmer, forward's program or None, keeps)
+//   ("lists", name, results, forward, backward or None, recorder, forward's tape or None, keeps)
 //
 // forward     (three leading arguments) → (results, kept tensor or None), without gradients
 // backward    (gradients, tensors, kept, needs) → a gradient or None for each tensor; None for calls
 //             without gradients
-// programmer  (needs, gradients, tensors, kept) → a backward's program, or None
+// recorder  (needs, gradients, tensors, kept) → a backward's tape, or None
 //             Both get None for the gradient of a result that is not used, for all of its group, and,
 //             unless the gradients are differentiated, for tensors that no wanted gradient reads.
-// keeps       0 nothing, 1 the results, 3 a tensor of the forward's own, its program's last piece
+// keeps       0 nothing, 1 the results, 3 a tensor of the forward's own, its tape's last piece
 struct ListPlan {
   using Needs = std::vector<bool>;
-  using Known = std::shared_ptr<const ListProgram>;
+  using Known = std::shared_ptr<const ListTape>;
   std::string name;
   size_t results, count;
-  Ref forward, backward, programmer;
-  Known program;  // of the forward; null where that is Python's
+  Ref forward, backward, recorder;
+  Known tape;  // of the forward; null where that is Python's
   int64_t keeps;
   Dispatch dispatch = Dispatch::now();
 
@@ -89,26 +89,26 @@ struct ListPlan {
         count(given.size()),
         forward(PyTuple_GetItem(spec, 3)),
         backward(PyTuple_GetItem(spec, 4)),
-        programmer(PyTuple_GetItem(spec, 5)),
+        recorder(PyTuple_GetItem(spec, 5)),
         keeps(integer(spec, 7)) {
     const char* text = PyUnicode_AsUTF8(PyTuple_GetItem(spec, 1));
     if (text == nullptr) throw PythonError();
     name = text;
     PyObject* steps = PyTuple_GetItem(spec, 6);
-    if (steps != Py_None) program = ListProgram::shared(steps, given);
+    if (steps != Py_None) tape = ListTape::shared(steps, given);
     const size_t pieces = results + (keeps == NodePlan::kInternal);
-    if (program != nullptr && program->pieces.size() != pieces) throw PythonError();
+    if (tape != nullptr && tape->pieces.size() != pieces) throw PythonError();
   }
 
-  // The program of a backward that gives these gradients, of tensors that lie like these; whether to
+  // The tape of a backward that gives these gradients, of tensors that lie like these; whether to
   // ask for one.
   std::pair<Known, bool> find(const Needs& needs, const Tensors& r) const {
     const std::lock_guard<std::mutex> one(mutex_);
-    const auto found = programs_.find(needs);
-    if (found == programs_.end()) return {nullptr, true};
+    const auto found = tapes_.find(needs);
+    if (found == tapes_.end()) return {nullptr, true};
     for (const auto& known : found->second) {
       if (known == nullptr) return {nullptr, false};
-      if (known->program.fits(r)) return {known, false};
+      if (known->tape.fits(r)) return {known, false};
     }
     return {nullptr, found->second.size() < kMaxLayouts};
   }
@@ -116,8 +116,8 @@ struct ListPlan {
   void learn(const Needs& needs, Known known) const {
     std::map<Needs, std::vector<Known>> old;  // dropped behind the lock: what it holds may run Python
     const std::lock_guard<std::mutex> one(mutex_);
-    if (programs_.size() >= kMaxPrograms) programs_.swap(old);
-    programs_[needs].push_back(std::move(known));
+    if (tapes_.size() >= kMaxTapes) tapes_.swap(old);
+    tapes_[needs].push_back(std::move(known));
   }
 
   static void drop(ListPlan* plan) {
@@ -127,9 +127,9 @@ struct ListPlan {
   }
 
  private:
-  static constexpr size_t kMaxPrograms = 64, kMaxLayouts = 4;
+  static constexpr size_t kMaxTapes = 64, kMaxLayouts = 4;
   mutable std::mutex mutex_;
-  mutable std::map<Needs, std::vector<Known>> programs_;
+  mutable std::map<Needs, std::vector<Known>> tapes_;
 };
 
 struct ListNode : autograd::Node {
@@ -175,12 +175,12 @@ struct ListNode : autograd::Node {
     for (size_t i = 0; i < grads.size(); ++i)
       if (r[i].defined() && !dense_rows(r[i]))
         r[i] = r[i].contiguous();  // expanded gradients, as sum() makes
-    const auto [program, unasked] = plan->find(needs, r);
+    const auto [tape, unasked] = plan->find(needs, r);
     const size_t given = r.size();
-    if (program != nullptr && by_program(*program, r, device, found)) return found;
+    if (tape != nullptr && by_tape(*tape, r, device, found)) return found;
     r.resize(given);
     by_python(*plan, r, needs, found);
-    if (unasked) ask_for_program(r, needs);
+    if (unasked) ask_for_tape(r, needs);
     return found;
   }
 
@@ -235,7 +235,7 @@ struct ListNode : autograd::Node {
     return t.stride(-1) == 1;
   }
 
-  static bool by_program(const ListProgram& known, Tensors& r, c10::Device device,
+  static bool by_tape(const ListTape& known, Tensors& r, c10::Device device,
                          autograd::variable_list& found) {
     void* stream = nullptr;
     if (device.is_cuda() && !stream_of(device, &stream)) return false;
@@ -269,23 +269,23 @@ struct ListNode : autograd::Node {
       found[i] = tensor_of(PyTuple_GET_ITEM(result, static_cast<Py_ssize_t>(i)));
   }
 
-  void ask_for_program(const Tensors& r, const ListPlan::Needs& needs) const {
+  void ask_for_tape(const Tensors& r, const ListPlan::Needs& needs) const {
     const pybind11::gil_scoped_acquire lock;
-    if (plan->programmer.o == Py_None) return;
+    if (plan->recorder.o == Py_None) return;
     const size_t kept = plan->results + plan->count;
     PyObject* given[] = {bools(needs), tuple_of(r, 0, plan->results),
                          tuple_of(r, plan->results, kept), tuple_of(r, kept, r.size())};
-    PyObject* spec = PyObject_Vectorcall(plan->programmer.o, given, 4, nullptr);
+    PyObject* spec = PyObject_Vectorcall(plan->recorder.o, given, 4, nullptr);
     for (auto* o : given) Py_DECREF(o);
     const auto held = pybind11::reinterpret_steal<pybind11::object>(spec);
     if (spec == nullptr) throw_python();
-    std::shared_ptr<const ListProgram> known;
+    std::shared_ptr<const ListTape> known;
     if (spec != Py_None) {
       try {
-        known = ListProgram::shared(spec, r);
+        known = ListTape::shared(spec, r);
         if (known->pieces.size() != num_outputs()) throw PythonError();
       } catch (const PythonError&) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a program");
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a tape");
         throw_python();
       }
     }
@@ -295,18 +295,18 @@ struct ListNode : autograd::Node {
 
 // --------------------------------------------------------------------------------------------
 
-// Results of a forward, and what it kept, by its program; false where Python has to run it.
-inline bool forward_by_program(const ListPlan& plan, const Tensors& given, void* stream,
+// Results of a forward, and what it kept, by its tape; false where Python has to run it.
+inline bool forward_by_tape(const ListPlan& plan, const Tensors& given, void* stream,
                                Tensors& ys, at::Tensor& kept) {
-  if (plan.program == nullptr || !plan.program->program.aligned(given)) return false;
+  if (plan.tape == nullptr || !plan.tape->tape.aligned(given)) return false;
   Tensors r = given;
   {  // on a CPU other Python threads may run meanwhile; the tensors are held here
     std::optional<pybind11::gil_scoped_release> unlocked;
     if (!given[0].is_cuda()) unlocked.emplace();
-    if (!plan.program->run(r, stream)) return false;
+    if (!plan.tape->run(r, stream)) return false;
   }
-  for (size_t i = 0; i < plan.results; ++i) ys.push_back(plan.program->pieces[i].of(r));
-  if (plan.keeps == NodePlan::kInternal) kept = plan.program->pieces[plan.results].of(r);
+  for (size_t i = 0; i < plan.results; ++i) ys.push_back(plan.tape->pieces[i].of(r));
+  if (plan.keeps == NodePlan::kInternal) kept = plan.tape->pieces[plan.results].of(r);
   return true;
 }
 
@@ -344,7 +344,7 @@ inline PyObject* called(const std::shared_ptr<const ListPlan>& plan, const Call&
     given.push_back(impl == nullptr ? at::Tensor() : at::Tensor(Impl::reclaim_copy(impl)));
   }
   at::Tensor kept;
-  if (!forward_by_program(*plan, given, stream, ys, kept)) forward_by_python(*plan, args, ys, kept);
+  if (!forward_by_tape(*plan, given, stream, ys, kept)) forward_by_python(*plan, args, ys, kept);
   if (plan->backward.o != Py_None) {
     autograd::edge_list edges(plan->count);
     std::vector<bool> trained(plan->results);  // inputs come first, then weights, then biases

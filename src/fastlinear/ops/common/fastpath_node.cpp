@@ -1,5 +1,5 @@
 // The library of the fast path's nodes: training calls, recorded by autograd without Python; and of
-// its programs: calls without gradients that take more than one launch.
+// its tapes: calls without gradients that take more than one launch.
 //
 // It stands beside fastpath.cpp, whose table finds its plans; PyTorch's headers of autograd take
 // ten times as long to compile.
@@ -25,15 +25,15 @@ PyObject* run(void* self, const Call& call, PyObject* const* args, void* stream)
 
 void drop(void* self) { delete static_cast<NodeCalls*>(self); }
 
-// Calls without gradients: a program, or Python where it cannot run.
-struct ProgramCalls {
-  Program program;
+// Calls without gradients: a tape, or Python where it cannot run.
+struct TapeCalls {
+  Tape tape;
   Ref fallback;
   size_t count;  // of tensors given
 };
 
-PyObject* run_program(void* self, const Call& call, PyObject* const* args, void* stream) {
-  const auto& calls = *static_cast<ProgramCalls*>(self);
+PyObject* run_tape(void* self, const Call& call, PyObject* const* args, void* stream) {
+  const auto& calls = *static_cast<TapeCalls*>(self);
   using Impl = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   try {
     Tensors r;
@@ -42,8 +42,8 @@ PyObject* run_program(void* self, const Call& call, PyObject* const* args, void*
       r.push_back(impl == nullptr ? at::Tensor() : at::Tensor(Impl::reclaim_copy(impl)));
     }
     const at::AutoDispatchBelowADInplaceOrView below;
-    if (calls.program.aligned(r) && calls.program.run(r, stream))
-      return THPVariable_Wrap(r[calls.program.results()[0]]);
+    if (calls.tape.aligned(r) && calls.tape.run(r, stream))
+      return THPVariable_Wrap(r[calls.tape.results()[0]]);
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
     return nullptr;
@@ -66,7 +66,7 @@ PyObject* run_lists(void* self, const Call& call, PyObject* const* args, void* s
 
 void drop_lists(void* self) { delete static_cast<ListCalls*>(self); }
 
-void drop_program(void* self) { delete static_cast<ProgramCalls*>(self); }
+void drop_tape(void* self) { delete static_cast<TapeCalls*>(self); }
 
 }  // namespace
 }  // namespace fastpath
@@ -154,18 +154,18 @@ extern "C" PyObject* fastlinear_node_lists(PyObject* spec, PyObject* tensors) {
   return nullptr;
 }
 
-// A plan for calls without gradients: a program of one result, the tensors of a call of its kind, and
-// a callable of the leading arguments for calls that the program cannot serve.
-extern "C" PyObject* fastlinear_node_program(PyObject* spec, PyObject* tensors, PyObject* fallback) {
+// A plan for calls without gradients: a tape of one result, the tensors of a call of its kind, and
+// a callable of the leading arguments for calls that the tape cannot serve.
+extern "C" PyObject* fastlinear_node_tape(PyObject* spec, PyObject* tensors, PyObject* fallback) {
   try {
     fastpath::Tensors given;
     for (Py_ssize_t i = 0; i < PyTuple_Size(tensors); ++i)
       given.push_back(fastpath::tensor_of(PyTuple_GetItem(tensors, i)));
-    auto* calls = new fastpath::ProgramCalls{fastpath::Program(spec, given),
+    auto* calls = new fastpath::TapeCalls{fastpath::Tape(spec, given),
                                              fastpath::Ref(fallback), given.size()};
-    return fastpath::Outside::capsule({fastpath::run_program, fastpath::drop_program, calls});
+    return fastpath::Outside::capsule({fastpath::run_tape, fastpath::drop_tape, calls});
   } catch (const fastpath::PythonError&) {
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a program");
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a tape");
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
   }

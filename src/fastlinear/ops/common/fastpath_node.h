@@ -1,8 +1,8 @@
-// A call that autograd records as one node: programs or Python run its forward and its backward.
+// A call that autograd records as one node: tapes or Python run its forward and its backward.
 //
 // The node is a family's autograd formula on the hot path. Whatever is not plain goes to the same
 // formula in Python: a graph of the gradients, modes that watch torch's ops, tensors laid out
-// otherwise, sets of gradients that no program is known for.
+// otherwise, sets of gradients that no tape is known for.
 #pragma once
 
 #include "tape.h"
@@ -100,19 +100,19 @@ inline bool alone(const at::Tensor& t) {
 
 // --------------------------------------------------------------------------------------------
 
-// A kind of call. Numbers of a backward program's tensors: 0 dy, then the call's tensors, then what
+// A kind of call. Numbers of a backward tape's tensors: 0 dy, then the call's tensors, then what
 // the forward kept: in the order in which Python's form of the formula saves them, too, since
 // checkpoints count on the same order whichever of both records a call.
 //
-//   ("node", name, forward, backward, programmer, (forward's program), (kept...), (for whom...),
+//   ("node", name, forward, backward, recorder, (forward's tape), (kept...), (for whom...),
 //    (for whom...))
 //
 // forward     (tensors of the call) → (y, kept tensor or None...), without gradients
 // backward    (dy, gradient of the hidden, shape of y, tensors, kept, needs) → gradients
-// programmer  (needs, dy, tensors, kept) → a backward's program, or None
+// recorder  (needs, dy, tensors, kept) → a backward's tape, or None
 // kept        each 0 nothing, 1 the output, 2 a hidden output of the node (one at most), 3 a tensor
 //             of the forward's own, 4 such a tensor whose memory the backward takes where this is the
-//             graph's last and nobody else can read it. Where there is one, backward and programmer
+//             graph's last and nobody else can read it. Where there is one, backward and recorder
 //             get one argument more: whether these may be written over
 // for whom    for each tensor of the call the gradients, as bits, whose backward reads it; then for
 //             each that is kept
@@ -120,8 +120,8 @@ struct NodePlan {
   enum Kept : int64_t { kNothing, kOutput, kHidden, kInternal, kSpent };
   static constexpr uint64_t kOver = uint64_t{1} << 63;  // beside needs, of 63 tensors at most
   std::string name;
-  Ref forward, backward, programmer;
-  std::shared_ptr<const Program> program;  // of the forward; null where that is Python's
+  Ref forward, backward, recorder;
+  std::shared_ptr<const Tape> tape;  // of the forward; null where that is Python's
   std::vector<int64_t> kept;
   std::vector<int64_t> readers, kept_readers;
   bool spends;  // whether any is kSpent
@@ -130,7 +130,7 @@ struct NodePlan {
   NodePlan(PyObject* spec, const Tensors& given)
       : forward(PyTuple_GetItem(spec, 2)),
         backward(PyTuple_GetItem(spec, 3)),
-        programmer(PyTuple_GetItem(spec, 4)),
+        recorder(PyTuple_GetItem(spec, 4)),
         kept(integers(PyTuple_GetItem(spec, 6))),
         readers(integers(PyTuple_GetItem(spec, 7))),
         kept_readers(integers(PyTuple_GetItem(spec, 8))),
@@ -140,22 +140,22 @@ struct NodePlan {
       throw PythonError();
     name = text;
     PyObject* steps = PyTuple_GetItem(spec, 5);
-    if (steps != Py_None) program = std::make_shared<Program>(steps, given);
-    if (program != nullptr && program->results().size() != 1 + kept.size()) throw PythonError();
+    if (steps != Py_None) tape = std::make_shared<Tape>(steps, given);
+    if (tape != nullptr && tape->results().size() != 1 + kept.size()) throw PythonError();
   }
 
-  // The program of a backward that gives these gradients, and may write over what was kept where
+  // The tape of a backward that gives these gradients, and may write over what was kept where
   // kOver is among them; whether it was ever asked for.
-  std::pair<std::shared_ptr<const Program>, bool> find(uint64_t needs) const {
+  std::pair<std::shared_ptr<const Tape>, bool> find(uint64_t needs) const {
     const std::lock_guard<std::mutex> one(mutex_);
-    const auto found = programs_.find(needs);
-    if (found == programs_.end()) return {nullptr, false};
+    const auto found = tapes_.find(needs);
+    if (found == tapes_.end()) return {nullptr, false};
     return {found->second, true};
   }
 
-  void learn(uint64_t needs, std::shared_ptr<const Program> known) const {
+  void learn(uint64_t needs, std::shared_ptr<const Tape> known) const {
     const std::lock_guard<std::mutex> one(mutex_);
-    programs_.emplace(needs, std::move(known));
+    tapes_.emplace(needs, std::move(known));
   }
 
   // Nodes may be the last to hold a plan, in threads without Python's lock.
@@ -167,7 +167,7 @@ struct NodePlan {
 
  private:
   mutable std::mutex mutex_;
-  mutable std::map<uint64_t, std::shared_ptr<const Program>> programs_;
+  mutable std::map<uint64_t, std::shared_ptr<const Tape>> tapes_;
 };
 
 // --------------------------------------------------------------------------------------------
@@ -253,14 +253,14 @@ struct Node : autograd::Node {
       return found;
     }
     if (!r[0].is_contiguous()) r[0] = r[0].contiguous();  // an expanded gradient, as sum() makes
-    const auto [program, asked] = plan->find(needs);
+    const auto [tape, asked] = plan->find(needs);
     bool begun = false;
-    if (program != nullptr && by_program(*program, r, found, begun)) return found;
+    if (tape != nullptr && by_tape(*tape, r, found, begun)) return found;
     TORCH_CHECK(!begun || (needs & NodePlan::kOver) == 0, "fastlinear: a kernel of ", name(),
                 " could not be launched");
     r.resize(1 + saved.size());
     by_python(*plan, shape, r, {}, needs, found);
-    if (!asked) ask_for_program(r, needs);
+    if (!asked) ask_for_tape(r, needs);
     return found;
   }
 
@@ -316,14 +316,14 @@ struct Node : autograd::Node {
   }
 
   // Whether it ran; `begun` says that it did in part.
-  bool by_program(const Program& program, Tensors& r, autograd::variable_list& found,
+  bool by_tape(const Tape& tape, Tensors& r, autograd::variable_list& found,
                   bool& begun) const {
-    if (!program.fits(r) || program.hooked()) return false;
+    if (!tape.fits(r) || tape.hooked()) return false;
     void* stream = nullptr;
     if (r[0].is_cuda() && !stream_of(r[0].device(), &stream)) return false;
     const at::AutoDispatchBelowADInplaceOrView below;
-    if (!program.run(r, stream, &begun)) return false;
-    const auto& results = program.results();
+    if (!tape.run(r, stream, &begun)) return false;
+    const auto& results = tape.results();
     for (size_t i = 0; i < found.size(); ++i)
       if (results[i] >= 0) found[i] = r[results[i]];
     return true;
@@ -362,23 +362,23 @@ struct Node : autograd::Node {
       found[i] = tensor_of(PyTuple_GET_ITEM(result, static_cast<Py_ssize_t>(i)));
   }
 
-  void ask_for_program(const Tensors& r, uint64_t needs) const {
+  void ask_for_tape(const Tensors& r, uint64_t needs) const {
     const pybind11::gil_scoped_acquire lock;
-    if (plan->programmer.o == Py_None) return;
+    if (plan->recorder.o == Py_None) return;
     const size_t kept = 1 + plan->readers.size();
     PyObject* given[] = {bools(needs, num_outputs()), object_of(r[0]), tuple_of(r, 1, kept),
                          tuple_of(r, kept, r.size()),
                          PyBool_FromLong((needs & NodePlan::kOver) != 0)};
-    PyObject* spec = PyObject_Vectorcall(plan->programmer.o, given, plan->spends ? 5 : 4, nullptr);
+    PyObject* spec = PyObject_Vectorcall(plan->recorder.o, given, plan->spends ? 5 : 4, nullptr);
     for (auto* o : given) Py_DECREF(o);
     const pybind11::object held = pybind11::reinterpret_steal<pybind11::object>(spec);
     if (spec == nullptr) throw_python();
-    std::shared_ptr<const Program> known;
+    std::shared_ptr<const Tape> known;
     if (spec != Py_None) {
       try {
-        known = std::make_shared<Program>(spec, r);
+        known = std::make_shared<Tape>(spec, r);
       } catch (const PythonError&) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a program");
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a tape");
         throw_python();
       }
     }
@@ -419,17 +419,17 @@ inline at::Tensor called(const std::shared_ptr<const NodePlan>& plan, const Call
   }
   at::Tensor y;
   Tensors kept(plan->kept.size());
-  const auto* program = plan->program.get();
-  if (program != nullptr && program->aligned(given)) {
+  const auto* tape = plan->tape.get();
+  if (tape != nullptr && tape->aligned(given)) {
     const at::AutoDispatchBelowADInplaceOrView below;
     Tensors r = given;
     // on a CPU other Python threads may run meanwhile; the tensors are held here
     std::optional<pybind11::gil_scoped_release> unlocked;
     if (!given[0].is_cuda()) unlocked.emplace();
-    const bool ran = program->run(r, stream);
+    const bool ran = tape->run(r, stream);
     unlocked.reset();
     if (ran) {
-      const auto& results = program->results();
+      const auto& results = tape->results();
       y = r[results[0]];
       for (size_t i = 0; i < kept.size(); ++i)
         if (results[1 + i] >= 0) kept[i] = r[results[1 + i]];

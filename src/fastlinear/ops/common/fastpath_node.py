@@ -33,8 +33,8 @@ def node(
     tensors: Sequence[Tensor | None],
     forward: Callable[..., tuple[Tensor | None, ...]],
     backward: Callable[..., tuple[Tensor | None, ...]],
-    programmer: Callable[..., Any] | None,
-    program: Any,
+    recorder: Callable[..., Any] | None,
+    tape: Any,
     kept: Sequence[int],
     readers: Sequence[int],
     kept_readers: Sequence[int] | None = None,
@@ -48,11 +48,11 @@ def node(
         backward: (dy, gradient of the hidden, shape of y, tensors, kept, needs) → a gradient or
             None for each of ``tensors``; dy may be of any strides, and None where the hidden one's
             gradient is not. Differentiable where gradients are enabled.
-        programmer: (needs, dy, tensors, kept) → a program for that backward, or None; asked after
+        recorder: (needs, dy, tensors, kept) → a tape for that backward, or None; asked after
             ``backward`` ran on these. Its tensors: dy, then those of the call, then the kept ones.
             Where any is ``SPENT``, both functions get one argument more: whether the memory of
             those is theirs to write over.
-        program: the forward's program or None; its tensors are those of the call, its results y and
+        tape: the forward's tape or None; its tensors are those of the call, its results y and
             each tensor that it keeps, none for the output itself.
         kept: ``OUTPUT``, ``HIDDEN`` (once at most), ``INTERNAL``, ``SPENT`` or ``NOTHING`` for
             each. ``SPENT`` is an ``INTERNAL`` that a graph's last backward may write over, where
@@ -63,19 +63,19 @@ def node(
     if SPENT in kept and any(t is not None and t.is_cuda for t in tensors):
         serves_cuda()  # to know where a CUDA graph records a backward
     whom = tuple(readers), (-1,) * len(kept) if kept_readers is None else tuple(kept_readers)
-    spec = ("node", name, forward, backward, programmer, program, tuple(kept), *whom)
+    spec = ("node", name, forward, backward, recorder, tape, tuple(kept), *whom)
     return _loaded_for(tensors).fastlinear_node_plan(spec, tuple(tensors))
 
 
-def program(spec: Any, tensors: Sequence[Tensor | None], fallback: Callable[..., Tensor]) -> Any:
+def tape(spec: Any, tensors: Sequence[Tensor | None], fallback: Callable[..., Tensor]) -> Any:
     """A plan for the fast path for calls without gradients; only once :func:`begun` says so.
 
     Args:
-        spec: a program's; its tensors are those of the call, its one result y.
+        spec: a tape's; its tensors are those of the call, its one result y.
         tensors: those of a call of the kind, as the fast path sees them, None included.
         fallback: (three leading arguments) → y, for otherwise aligned tensors.
     """
-    return _loaded_for(tensors).fastlinear_node_program(spec, tuple(tensors), fallback)
+    return _loaded_for(tensors).fastlinear_node_tape(spec, tuple(tensors), fallback)
 
 
 def lists(
@@ -84,14 +84,14 @@ def lists(
     tensors: Sequence[Tensor | None],
     forward: Callable[..., tuple[list[Tensor], Tensor | None]],
     backward: Callable[..., tuple[Tensor | None, ...]] | None,
-    programmer: Callable[..., Any] | None,
-    program: Any,
+    recorder: Callable[..., Any] | None,
+    tape: Any,
     keeps: int,
 ) -> Any:
     """A plan for the fast path for calls of lists, which return one; only once :func:`begun` says
     so.
 
-    A program here is a pair: of a program's tuple, and of pieces of its tensors, (number, shape,
+    A tape here is a pair: of a tape's tuple, and of pieces of its tensors, (number, shape,
     numbers before it) or None each. Its tensors are dense.
 
     Args:
@@ -104,14 +104,14 @@ def lists(
             ``tensors``; differentiable where gradients are enabled. None for calls without
             gradients. It gets None for the gradient of a result that is not used, for all of that
             result's group, and for tensors that no wanted gradient reads.
-        programmer: (needs, gradients, tensors, kept) → a program for that backward, or None; asked
+        recorder: (needs, gradients, tensors, kept) → a tape for that backward, or None; asked
             after ``backward`` ran on these, for up to four kinds of strides. Its tensors: in that
             order, gradients first, whose rows are dense and at one distance; its pieces are the
             gradients of ``tensors``.
-        program: the forward's or None; its pieces are the results and what it keeps.
+        tape: the forward's or None; its pieces are the results and what it keeps.
         keeps: ``NOTHING``, ``OUTPUT`` for all results, or ``INTERNAL`` for a tensor of its own.
     """
-    spec = ("lists", name, results, forward, backward, programmer, program, keeps)
+    spec = ("lists", name, results, forward, backward, recorder, tape, keeps)
     return _loaded_for(tensors).fastlinear_node_lists(spec, tuple(tensors))
 
 
@@ -137,7 +137,7 @@ def reason_not() -> str | None:
 
 
 def serves_cuda() -> bool:
-    """Whether its programs launch kernels; CUDA must be initialised and the library be there."""
+    """Whether its tapes launch kernels; CUDA must be initialised and the library be there."""
     build = _build
     if build.cuda is None:
         assert build.loaded is not None
@@ -149,7 +149,7 @@ def serves_cuda() -> bool:
 
 
 def empty(shape: tuple[int, ...], scalar_type: int) -> Tensor:
-    """A new tensor on the CPU as programs make them; only once :func:`begun` says so."""
+    """A new tensor on the CPU as tapes make them; only once :func:`begun` says so."""
     assert _build.loaded is not None
     made: Tensor = _build.loaded.fastlinear_node_empty(shape, scalar_type)
     return made
@@ -203,8 +203,8 @@ def _made(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     loaded.fastlinear_node_plan.restype = thing
     loaded.fastlinear_node_lists.argtypes = [thing, thing]
     loaded.fastlinear_node_lists.restype = thing
-    loaded.fastlinear_node_program.argtypes = [thing, thing, thing]
-    loaded.fastlinear_node_program.restype = thing
+    loaded.fastlinear_node_tape.argtypes = [thing, thing, thing]
+    loaded.fastlinear_node_tape.restype = thing
     loaded.fastlinear_node_empty.argtypes = [thing, ctypes.c_int64]
     loaded.fastlinear_node_empty.restype = thing
     loaded.fastlinear_node_keep.argtypes = [ctypes.c_int64]

@@ -22,7 +22,7 @@ LEAST = 1 << 25
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A new contiguous tensor on the CPU, uninitialised, as programs make theirs."""
+    """A new contiguous tensor on the CPU, uninitialised, as tapes make theirs."""
     large = math.prod(shape) * dtype.itemsize >= LEAST
     if not large or dtype not in SCALAR_TYPES or not fastpath_node.begun():
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")

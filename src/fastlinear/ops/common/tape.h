@@ -1,4 +1,4 @@
-// Programs of the fast path: what a prepared forward or backward does, step by step, without
+// Tapes of the fast path: what a prepared forward or backward does, step by step, without
 // Python.
 //
 // A step is a kernel's launch, one of PyTorch's own ops below autograd, or a pass of a compiled
@@ -130,12 +130,12 @@ inline std::vector<int64_t> integers(PyObject* tuple) {
   return found;
 }
 
-class Program {
+class Tape {
  public:
   // ((steps...), results' numbers, address bits that matter of the tensors given, whatever is kept,
   // the only stream it may run on or None, numbers of given tensors that are spent),
   // and these tensors.
-  Program(PyObject* spec, const Tensors& given)
+  Tape(PyObject* spec, const Tensors& given)
       : spec_(spec), results_(integers(PyTuple_GetItem(spec, 1))), size_(given.size()) {
     PyObject* steps = PyTuple_GetItem(spec, 0);
     for (Py_ssize_t i = 0; i < PyTuple_Size(steps); ++i) add(PyTuple_GetItem(steps, i));
@@ -150,7 +150,7 @@ class Program {
 
   const std::vector<int64_t>& results() const { return results_; }
 
-  // Whether tensors are like those that the program was made for.
+  // Whether tensors are like those that the tape was made for.
   bool fits(const Tensors& given) const {
     for (size_t i = 0; i < given_.size(); ++i)
       if (!given_[i].like(given[i])) return false;

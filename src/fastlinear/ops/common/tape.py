@@ -1,4 +1,4 @@
-"""Programs for the fast path's nodes, step by step: what ``tape.h`` runs."""
+"""Tapes for the fast path's nodes, step by step: what ``tape.h`` runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCALAR_TYPES = {
 """Numbers of c10::ScalarType."""
 
 
-class Program:
+class Tape:
     """Steps over tensors known by their number: first those given, then those that steps make.
 
     Args:
@@ -71,7 +71,7 @@ class Program:
     def spend(self, given: int) -> None:
         """Give a given tensor back after its last use, as those are that steps make.
 
-        For programs only that Python does not take over once they have begun.
+        For tapes only that Python does not take over once they have begun.
         """
         self._spent.append(given)
 
@@ -80,7 +80,7 @@ class Program:
         self._steps.append(("addcmul", into, a, b, c))
 
     def launch(self, kernel: FastpathLaunch | None, *, anywhere: bool = False) -> bool:
-        """A kernel's launch, whose tensors are numbers of this program's; False for None.
+        """A kernel's launch, whose tensors are numbers of this tape's; False for None.
 
         Given tensors must stay as aligned as they are, but for a kernel that reads them from
         ``anywhere``.
@@ -184,11 +184,11 @@ class Program:
         self._steps.append(("attempt", function, arguments))
 
     def only_at(self, tensor: int) -> None:
-        """A given tensor's address is part of what the program was made for."""
+        """A given tensor's address is part of what the tape was made for."""
         self._masks[tensor] = -1
 
     def only_on(self, stream: int) -> None:
-        """The program may run on this raw stream only."""
+        """The tape may run on this raw stream only."""
         self._stream = stream
 
     def spec(self, *results: int | None) -> tuple[Any, ...]:

@@ -125,12 +125,12 @@ def described(x: Tensor, activation: str, residual: Tensor | None, *, new: bool)
 
 
 def forward_address() -> int:
-    """Address of ``fastlinear_diagonal_forward``, for the fast path's programs."""
+    """Address of ``fastlinear_diagonal_forward``, for the fast path's tapes."""
     return cpp_build.address(_library().fastlinear_diagonal_forward)
 
 
 def backward_address() -> int:
-    """Address of ``fastlinear_diagonal_backward``, for the fast path's programs."""
+    """Address of ``fastlinear_diagonal_backward``, for the fast path's tapes."""
     return cpp_build.address(_library().fastlinear_diagonal_backward)
 
 

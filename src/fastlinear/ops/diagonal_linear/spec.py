@@ -23,7 +23,7 @@ from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.diagonal_linear import programs, reference
+from fastlinear.ops.diagonal_linear import reference, tape
 from fastlinear.ops.diagonal_linear.autograd import Formula, applied
 from fastlinear.ops.diagonal_linear.problem import NAME, STEP, problem_of
 from fastlinear.ops.diagonal_linear.validation import validate, validate_out
@@ -58,7 +58,7 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
     plan = _inference(backend.load(), activation)
     if calls.is_captured(x):
         return Resolved(plan, plan)
-    return Resolved(plan, plan, partial(programs.inference, backend.name, activation, plan))
+    return Resolved(plan, plan, partial(tape.inference, backend.name, activation, plan))
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
@@ -68,8 +68,8 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     plan = applied(formula)
     if calls.is_captured(x):
         return Resolved(plan, plan)
-    training = programs.Training(formula, forward.name, backward.name)
-    return Resolved(plan, plan, partial(programs.node, training))
+    training = tape.Training(formula, forward.name, backward.name)
+    return Resolved(plan, plan, partial(tape.node, training))
 
 
 def _all_eager(chosen: tuple[Choice, ...]) -> bool:
@@ -242,7 +242,7 @@ def _resolve_out(arguments: Arguments, _: bool, autocast: bool) -> Resolved:
             torch.autograd.graph.increment_version(out)
         return out  # type: ignore[no-any-return]
 
-    return Resolved(plan, plan, partial(programs.into, name, activation, plan))
+    return Resolved(plan, plan, partial(tape.into, name, activation, plan))
 
 
 def _compiled_out(arguments: Arguments, grad: bool) -> Tensor:

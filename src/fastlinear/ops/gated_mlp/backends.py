@@ -243,7 +243,7 @@ FAMILY = register_family(
                 (
                     "autograd.py",
                     "kept.py",
-                    "programs.py",
+                    "tape.py",
                     "launches.py",
                     *("../common/fastpath_node.h", "../common/tape.h"),
                     "reference.py",

@@ -1,4 +1,4 @@
-"""Launches of gated_mlp's kernels as steps of the compiled fast path's programs."""
+"""Launches of gated_mlp's kernels as steps of the compiled fast path's tapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastlinear.ops.gated_mlp.cuda_config import config_for
 from fastlinear.ops.gated_mlp.cuda_plans import Plan, lock, readable
 
 Place = tuple[int, int]
-"""Memory that a kernel gets: a program's tensor, and bytes behind its first element."""
+"""Memory that a kernel gets: a tape's tensor, and bytes behind its first element."""
 Laid = tuple[Tensor, Place] | None
 """An argument of a kernel: a tensor laid out as it is, and where it lies. None for null."""
 

@@ -22,7 +22,7 @@ from fastlinear.op.front import Front, choices
 from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
 from fastlinear.op.step import Step
 from fastlinear.ops.common import calls
-from fastlinear.ops.gated_mlp import programs, reference, selection
+from fastlinear.ops.gated_mlp import reference, selection, tape
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP, as_rows
 from fastlinear.ops.gated_mlp.kept import OWN, reads_kept, way_of
 from fastlinear.ops.gated_mlp.problem import NAME
@@ -103,10 +103,10 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         return Resolved(own, own, by_torch=True) if own_autograd else _train(arguments, chosen)
     backend = chosen[0].backend
     plan = _inference(backend.load(), activation, order)
-    if backend.name not in programs.BACKENDS or not x.is_cuda or calls.is_captured(x):
+    if backend.name not in tape.BACKENDS or not x.is_cuda or calls.is_captured(x):
         return Resolved(plan, plan)
     names = backend.name, activation, order
-    return Resolved(plan, plan, partial(programs.inference, *names, plan))
+    return Resolved(plan, plan, partial(tape.inference, *names, plan))
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
@@ -115,7 +115,7 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     names = run.name, backward.name
     formula = Formula(activation, order, level != "1", run.load(), backward.load(), *names)
     plan = _training(formula)
-    record = None if calls.is_captured(x) else partial(programs.node, formula)
+    record = None if calls.is_captured(x) else partial(tape.node, formula)
     return Resolved(plan, plan, record)
 
 

@@ -79,7 +79,7 @@ _WIDE_BACKWARD_SOURCES = (
     *_BOXES_SHARED,
 )
 _PIECES_SOURCES = (
-    *("autograd.py", "programs.py", "operands.py", "eager.py"),
+    *("autograd.py", "tape.py", "operands.py", "eager.py"),
     *("reference.py", "ways.py", "triton_backward.py"),
     *(f"../common/{name}" for name in ("fastpath_node.h", "tape.h", "fastpath_launch.py")),
     *("triton_wide.py", "triton_wide_kernels.py", *_STRIPS_SOURCES, *_STRIPS_BACKWARD_SOURCES),

@@ -137,12 +137,12 @@ def serves(dtype: torch.dtype) -> bool:
 
 
 def forward_address() -> int:
-    """Address of ``fastlinear_grouped_forward``, for the fast path's programs."""
+    """Address of ``fastlinear_grouped_forward``, for the fast path's tapes."""
     return cpp_build.address(_library().fastlinear_grouped_forward)
 
 
 def backward_address() -> int:
-    """Address of ``fastlinear_grouped_backward``, for the fast path's programs."""
+    """Address of ``fastlinear_grouped_backward``, for the fast path's tapes."""
     return cpp_build.address(_library().fastlinear_grouped_backward)
 
 

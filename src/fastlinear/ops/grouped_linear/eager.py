@@ -1,10 +1,10 @@
-"""Backend ``eager`` as steps of a program: the very ops of PyTorch that ``reference`` calls."""
+"""Backend ``eager`` as steps of a tape: the very ops of PyTorch that ``reference`` calls."""
 
 from __future__ import annotations
 
 import torch
 
-from fastlinear.ops.common.tape import Program
+from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.operands import (
     Backward,
@@ -16,11 +16,11 @@ from fastlinear.ops.grouped_linear.operands import (
 
 
 def forward_steps(call: Forward) -> tuple[int, int | None] | None:
-    """``reference.forward`` as steps of a program: the numbers of y and the pre-activation.
+    """``reference.forward`` as steps of a tape: the numbers of y and the pre-activation.
 
     None where the bias is added on the way into the order.
     """
-    p, weight = call.program, call.weight
+    p, weight = call.tape, call.weight
     x = call.x
     if call.bias is not None and reference.copied(x.tensor, call.order):
         return None
@@ -35,8 +35,8 @@ def forward_steps(call: Forward) -> tuple[int, int | None] | None:
 
 
 def backward_steps(call: Backward) -> Numbers:
-    """``reference.backward`` as steps of a program."""
-    p, dpre = call.program, call.dy
+    """``reference.backward`` as steps of a tape."""
+    p, dpre = call.tape, call.dy
     if call.saved is not None:
         number = p.differentiate(call.activation, dpre.number, call.saved.number)
         dpre = Operand(dpre.tensor, number)  # dense, as dy and what was saved are
@@ -54,7 +54,7 @@ def backward_steps(call: Backward) -> Numbers:
     return dx, dw, db
 
 
-def _by_group(p: Program, t: Operand) -> Operand:
+def _by_group(p: Tape, t: Operand) -> Operand:
     """``reference.by_group``."""
     like = torch.empty_strided(t.tensor.shape, t.tensor.stride(), device="meta")
     found = reference.by_group(like)
@@ -66,7 +66,7 @@ def _by_group(p: Program, t: Operand) -> Operand:
 
 
 def _product(
-    p: Program,
+    p: Tape,
     t: Operand,
     rows: Operand,
     w: Operand,

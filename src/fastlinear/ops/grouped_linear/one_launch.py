@@ -75,12 +75,12 @@ class OneLaunch:
             self._launch.run(torch._C._cuda_getCurrentRawStream(self._device))
 
     def steps(self, call: Forward) -> tuple[int, int | None]:
-        """Add a call to its program; the launch is that program's from then on."""
+        """Add a call to its tape; the launch is that tape's from then on."""
         y, pre = call.results()
         numbers = (*call.numbers, y, pre)
         maps = [(map_, numbers[which]) for map_, which in self._maps]
         pointers = [(pointer, numbers[which]) for pointer, which in self._pointers]
-        call.program.launch(prepared(self._launch, [*maps, *pointers], self))
+        call.tape.launch(prepared(self._launch, [*maps, *pointers], self))
         return y, pre
 
 

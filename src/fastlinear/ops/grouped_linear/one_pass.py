@@ -132,19 +132,19 @@ class OnePass:
                 self._sums.run(stream)
 
     def steps(self, call: Backward) -> Numbers:
-        """Add a call to its program; the launches are that program's from then on."""
+        """Add a call to its tape; the launches are that tape's from then on."""
         (dy, saved, x, weight), (dx, dw, db) = call.numbers, call.results()
         parts = [
-            result if shape is None else call.program.empty(shape, torch.float32, x)
+            result if shape is None else call.tape.empty(shape, torch.float32, x)
             for shape, result in zip(self._shares, (dw, db), strict=True)
         ]
         tensors = (dy, saved, x, dx, weight, *parts)
         maps = [(map_, tensors[which]) for map_, which in self._maps]
         pointers = [(pointer, tensors[which]) for pointer, which in self._pointers]
-        call.program.launch(prepared(self._launch, [*maps, *pointers], self))
+        call.tape.launch(prepared(self._launch, [*maps, *pointers], self))
         if self._sums is not None:
             sums = zip(self._results, (*parts, dw, db), strict=True)
-            call.program.launch(prepared(self._sums, list(sums), self))
+            call.tape.launch(prepared(self._sums, list(sums), self))
         return dx, dw, db
 
 

@@ -1,6 +1,6 @@
-"""One direction of a call as a program of the compiled fast path sees it: tensors by their numbers.
+"""One direction of a call as a tape of the compiled fast path sees it: tensors by their numbers.
 
-A backend's ``forward_steps`` and ``backward_steps`` add to the program what its ``forward`` and
+A backend's ``forward_steps`` and ``backward_steps`` add to the tape what its ``forward`` and
 ``backward`` would do, which must have run on tensors laid out so.
 """
 
@@ -11,22 +11,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common.tape import Program
+from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.reference import Needs
 from fastlinear.ops.grouped_linear.signs import AnyPlace
 
 Numbers = tuple[int | None, int | None, int | None]
-"""dx, dW and db among a program's tensors, None where not wanted."""
+"""dx, dW and db among a tape's tensors, None where not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor of a program, as a backend reads it.
+    """A tensor of a tape, as a backend reads it.
 
     Attributes:
-        tensor: one laid out as it is; its memory counts where it is given to the program.
-        number: the program's tensor whose memory it has, from the first element on.
+        tensor: one laid out as it is; its memory counts where it is given to the tape.
+        number: the tape's tensor whose memory it has, from the first element on.
     """
 
     tensor: Tensor
@@ -43,7 +43,7 @@ class Forward:
         signs: where those of y are, if they are a result as well.
     """
 
-    program: Program
+    tape: Tape
     x: Operand
     weight: Operand
     bias: Operand | None
@@ -66,7 +66,7 @@ class Forward:
 
     def results(self) -> tuple[int, int | None]:
         """New tensors for y and, where one is wanted, the pre-activation or the signs."""
-        p, dtype = self.program, self.x.tensor.dtype
+        p, dtype = self.tape, self.x.tensor.dtype
         y = p.empty(self.shape, dtype, self.x.number)
         if self.signs is not None:
             return y, p.empty(self.signs.shape, torch.uint8, self.x.number)
@@ -87,7 +87,7 @@ class Backward:
         shape: of x as the user sees it.
     """
 
-    program: Program
+    tape: Tape
     dy: Operand
     saved: Operand | None
     x: Operand
@@ -113,7 +113,7 @@ class Backward:
         x, weight = self.x.tensor, self.weight.tensor
         shapes = self.shape, weight.shape, weight.shape[:2]
         dx, dw, db = (
-            self.program.empty(shape, x.dtype, self.x.number) if need else None
+            self.tape.empty(shape, x.dtype, self.x.number) if need else None
             for shape, need in zip(shapes, self.needs, strict=True)
         )
         return dx, dw, db

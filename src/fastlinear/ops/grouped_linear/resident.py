@@ -165,7 +165,7 @@ def forward(
 
 
 def forward_steps(call: Forward) -> tuple[int, int | None] | None:
-    """``forward`` as steps of a program: the numbers of y and the pre-activation or signs.
+    """``forward`` as steps of a tape: the numbers of y and the pre-activation or signs.
 
     None where it is more than its launch.
     """

@@ -22,7 +22,7 @@ from fastlinear.ops import linear_act as single
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.layouts import carried
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import programs, reference, selection
+from fastlinear.ops.grouped_linear import reference, selection, tape
 from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear
 from fastlinear.ops.grouped_linear.problem import NAME, STEP
 from fastlinear.ops.grouped_linear.signs import place_for
@@ -65,7 +65,7 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         )
     backend = chosen[0].backend
     plan = _inference(backend.load(), activation, layout)
-    return Resolved(plan, plan, partial(programs.inference, backend.name, activation, layout, plan))
+    return Resolved(plan, plan, partial(tape.inference, backend.name, activation, layout, plan))
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
@@ -76,7 +76,7 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     signs = place_for(_rows(x, weight, layout), weight, activation, order, *names)
     formula = Formula(activation, layout, *names, run.load(), backward.load(), signs)
     plan = _training(formula)
-    record = None if calls.is_captured(x) else partial(programs.node, formula)
+    record = None if calls.is_captured(x) else partial(tape.node, formula)
     return Resolved(plan, plan, record)
 
 

@@ -217,7 +217,7 @@ def backward(
 
 
 def backward_steps(call: Backward) -> Numbers | None:
-    """``backward`` as steps of a program; None where it is more than its launches."""
+    """``backward`` as steps of a tape; None where it is more than its launches."""
     dy, saved, x, weight = call.tensors
     config = _config(x, weight, saved, call.needs, call.order)
     if config is None or not any(call.needs) or not serves(dy, saved, x, weight, call.order):

@@ -83,7 +83,7 @@ def forward(
 
 
 def forward_steps(call: Forward) -> tuple[int, int | None] | None:
-    """``forward`` as steps of a program: the numbers of y and the pre-activation or signs.
+    """``forward`` as steps of a tape: the numbers of y and the pre-activation or signs.
 
     None where it is more than its launch.
     """
@@ -97,7 +97,7 @@ def forward_steps(call: Forward) -> tuple[int, int | None] | None:
     if plan is None:
         return None
     y, kept = call.results()
-    made = call.program.launch(plan.launch.in_fastpath((*call.numbers, y, kept)))
+    made = call.tape.launch(plan.launch.in_fastpath((*call.numbers, y, kept)))
     return (y, kept) if made else None
 
 

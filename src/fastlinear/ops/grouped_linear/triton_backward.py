@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastlinear.ops.common.tape import Program
+from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
@@ -114,7 +114,7 @@ def backward(
 
 
 def backward_steps(call: Backward) -> Numbers | None:
-    """``backward`` as steps of a program; None where it is more than its launches."""
+    """``backward`` as steps of a tape; None where it is more than its launches."""
     signs = call.saved if call.saved is not None and are_signs(call.saved.tensor) else None
     if signs is not None:
         call = replace(call, saved=Operand(Channels.rows(signs.tensor), signs.number))
@@ -138,7 +138,7 @@ def backward_steps(call: Backward) -> Numbers | None:
 
 def _gradients_steps(call: Backward, config: BackwardConfig | None) -> Numbers | None:
     """The gradients of what is not derived in a launch of its own, likewise."""
-    p, needs = call.program, call.needs
+    p, needs = call.tape, call.needs
     dy, saved, x, weight = call.tensors
     if config is not None:
         found = call.results()
@@ -162,8 +162,8 @@ def _gradients_steps(call: Backward, config: BackwardConfig | None) -> Numbers |
 
 
 def _grad_pre_steps(call: Backward) -> tuple[Operand, int | None] | None:
-    """``_grad_pre`` as steps of a program."""
-    p, (dy, saved, *_) = call.program, call.tensors
+    """``_grad_pre`` as steps of a tape."""
+    p, (dy, saved, *_) = call.tape, call.tensors
     groups, n = dy.shape[2:]
     key = ("dpre", *tensors.facts_of(dy, saved), call.activation, call.needs[2])
     plan = _plans.get(key)
@@ -274,7 +274,7 @@ class _SinglePass:
 
     def steps(
         self,
-        program: Program,
+        tape: Tape,
         dy: int,
         saved: int | None,
         x: int,
@@ -284,10 +284,10 @@ class _SinglePass:
         db: int | None,
     ) -> bool:
         """``run`` of tensors of these numbers; whether launches are all there is."""
-        dw_part, db_part = self._sums.numbers(program, dw, db, dy)
+        dw_part, db_part = self._sums.numbers(tape, dw, db, dy)
         read = dy, saved, x, weight
-        first = program.launch(self._launch.in_fastpath((*read, dx, dw_part, db_part)))
-        return first and self._sums.steps(program, dw_part, db_part, dw, db)
+        first = tape.launch(self._launch.in_fastpath((*read, dx, dw_part, db_part)))
+        return first and self._sums.steps(tape, dw_part, db_part, dw, db)
 
 
 class _GradPre:
@@ -329,12 +329,12 @@ class _GradPre:
         self._sums.run(None, part, None, db)
 
     def steps(
-        self, program: Program, dy: int, saved: int | None, dpre: int | None, db: int | None
+        self, tape: Tape, dy: int, saved: int | None, dpre: int | None, db: int | None
     ) -> bool:
         """``run`` of tensors of these numbers; whether launches are all there is."""
-        _, part = self._sums.numbers(program, None, db, dy)
-        first = program.launch(self._launch.in_fastpath((dy, saved, dpre, part)))
-        return first and self._sums.steps(program, None, part, None, db)
+        _, part = self._sums.numbers(tape, None, db, dy)
+        first = tape.launch(self._launch.in_fastpath((dy, saved, dpre, part)))
+        return first and self._sums.steps(tape, None, part, None, db)
 
 
 class _GradWeight:
@@ -372,11 +372,11 @@ class _GradWeight:
         self._launch(dpre, x, part)
         self._sums.run(part, None, dw, None)
 
-    def steps(self, program: Program, dpre: int, x: int, dw: int) -> bool:
+    def steps(self, tape: Tape, dpre: int, x: int, dw: int) -> bool:
         """``run`` of tensors of these numbers; whether launches are all there is."""
-        part, _ = self._sums.numbers(program, dw, None, dpre)
-        first = program.launch(self._launch.in_fastpath((dpre, x, part)))
-        return first and self._sums.steps(program, part, None, dw, None)
+        part, _ = self._sums.numbers(tape, dw, None, dpre)
+        first = tape.launch(self._launch.in_fastpath((dpre, x, part)))
+        return first and self._sums.steps(tape, part, None, dw, None)
 
 
 class _Sums:
@@ -415,20 +415,20 @@ class _Sums:
             self._launch(*shares_and_results)
 
     def numbers(
-        self, program: Program, dw: int | None, db: int | None, like: int
+        self, tape: Tape, dw: int | None, db: int | None, like: int
     ) -> tuple[int | None, int | None]:
         """``parts`` of results of these numbers."""
         if self._launch is None:
             return dw, db
         made = [
-            None if result is None else program.empty(shape, torch.float32, like)
+            None if result is None else tape.empty(shape, torch.float32, like)
             for result, shape in zip((dw, db), self._shapes, strict=True)
         ]
         return made[0], made[1]
 
-    def steps(self, program: Program, *shares_and_results: int | None) -> bool:
+    def steps(self, tape: Tape, *shares_and_results: int | None) -> bool:
         """``run`` of tensors of these numbers; whether a launch is all there is."""
-        return self._launch is None or program.launch(self._launch.in_fastpath(shares_and_results))
+        return self._launch is None or tape.launch(self._launch.in_fastpath(shares_and_results))
 
 
 def _plan(key: Any, make: Any) -> Any:

@@ -142,7 +142,7 @@ def forward(
 
 
 def forward_steps(call: Forward) -> tuple[int, int | None] | None:
-    """``forward`` as steps of a program: the numbers of y and the pre-activation.
+    """``forward`` as steps of a tape: the numbers of y and the pre-activation.
 
     None where it is more than its launch.
     """
@@ -161,7 +161,7 @@ def forward_steps(call: Forward) -> tuple[int, int | None] | None:
     flat = like.view(m, groups * n)
     given = {0: rows, 1: weight.view(groups * n, k), 3: flat, 4: flat}
     y, pre = call.results()
-    made = call.program.launch(plan.in_fastpath((*call.numbers, y, pre), given))
+    made = call.tape.launch(plan.in_fastpath((*call.numbers, y, pre), given))
     return (y, pre) if made else None
 
 

@@ -181,7 +181,7 @@ def backward(
 
 
 def backward_steps(call: Backward) -> Numbers | None:
-    """``backward`` as steps of a program; None where it is more than its launches."""
+    """``backward`` as steps of a tape; None where it is more than its launches."""
     dy, saved, x, weight = call.tensors
     if not any(call.needs[:2]) or not serves(dy, saved, x, weight, call.order):
         from fastlinear.ops.grouped_linear import triton_backward

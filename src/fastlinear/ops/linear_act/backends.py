@@ -83,7 +83,7 @@ PIECES_SOURCES = (
     *(
         "autograd.py",
         "op.py",
-        "programs.py",
+        "tape.py",
         "onednn.py",
         "cpp.py",
         "cublaslt.py",

@@ -19,7 +19,7 @@ from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
 from fastlinear.ops.common import calls, fastpath, fastpath_node
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act import programs, reference, selection
+from fastlinear.ops.linear_act import reference, selection, tape
 from fastlinear.ops.linear_act.autograd import (
     Backward,
     Formula,
@@ -75,7 +75,7 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
     plan = _inference(chosen[0].backend.load(), activation)
     if captured:
         return Resolved(plan, plan)
-    return Resolved(plan, plan, partial(programs.inference, names.pop(), activation, plan))
+    return Resolved(plan, plan, partial(tape.inference, names.pop(), activation, plan))
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
@@ -86,8 +86,8 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     if calls.is_captured(x):
         return Resolved(plan, plan)
     names = {c.problem.piece: c.backend.name for c in chosen[1:] if c.problem.piece != STEP}
-    training = programs.Training(formula, chosen[0].backend.name, names)
-    return Resolved(plan, plan, partial(programs.node, training))
+    training = tape.Training(formula, chosen[0].backend.name, names)
+    return Resolved(plan, plan, partial(tape.node, training))
 
 
 def _own(activation: str) -> Plan:

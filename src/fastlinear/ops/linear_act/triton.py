@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastlinear.ops.common.fastpath_launch import FastpathLaunch, Y
-from fastlinear.ops.common.tape import Program
+from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.linear_act import columns
 from fastlinear.ops.linear_act.triton_config import FewRowsConfig, few_rows_config_for, reason_not
@@ -92,7 +92,7 @@ def fastpath_launch(
 
 
 def forward_steps(
-    program: Program,
+    tape: Tape,
     tensors: tuple[Tensor, Tensor, Tensor | None],
     numbers: tuple[int, int, int | None],
     activation: str,
@@ -100,12 +100,12 @@ def forward_steps(
     pre: int | None,
 ) -> bool:
     """``forward`` of x, weight and bias laid out like ``tensors``, which have these numbers, as
-    steps of a program; whether launches are all there is. It must have run on such tensors."""
+    steps of a tape; whether launches are all there is. It must have run on such tensors."""
     if tensors[2] is not None and tensors[2].stride(0) != 1:
         return False
     plan = _forward_plan(*tensors, activation, pre is not None, None)
     x, weight, bias = numbers
-    return isinstance(plan, Product | Turned) and plan.steps(program, x, weight, bias, y, pre)
+    return isinstance(plan, Product | Turned) and plan.steps(tape, x, weight, bias, y, pre)
 
 
 def _forward_plan(
@@ -240,14 +240,14 @@ def _moved_at_once(t: Tensor, columns: int) -> torch.dtype:
 
 
 def grad_pre_steps(
-    program: Program,
+    tape: Tape,
     numbers: tuple[int, int],
     dy: Tensor,
     saved: Tensor | None,
     activation: str,
     need_bias_grad: bool,
 ) -> tuple[int, int | None] | None:
-    """``grad_pre`` as steps of a program whose tensors of these numbers have the memory of dy and
+    """``grad_pre`` as steps of a tape whose tensors of these numbers have the memory of dy and
     saved.
 
     The numbers of dpre (dy's for ``"none"``) and db, or None where it is more than launches. It
@@ -260,9 +260,9 @@ def grad_pre_steps(
     if not isinstance(plan, _GradPre):
         return None
     like = numbers[0]
-    dpre = None if activation == "none" else program.empty(dy.shape, dy.dtype, like)
-    db = program.empty(dy.shape[1:], dy.dtype, like) if need_bias_grad else None
-    if not plan.steps(program, like, None if saved is None else numbers[1], dpre, db):
+    dpre = None if activation == "none" else tape.empty(dy.shape, dy.dtype, like)
+    db = tape.empty(dy.shape[1:], dy.dtype, like) if need_bias_grad else None
+    if not plan.steps(tape, like, None if saved is None else numbers[1], dpre, db):
         return None
     return like if dpre is None else dpre, db
 
@@ -312,17 +312,15 @@ def _grad_product(a: Tensor, b: Tensor, config: GemmConfig | None) -> Tensor:
     return _rounded(out, a)
 
 
-def product_steps(
-    program: Program, a: Tensor, b: Tensor, a_number: int, b_number: int
-) -> int | None:
-    """``grad_input`` or ``grad_weight`` as steps of a program: the number of a b, (rows, cols).
+def product_steps(tape: Tape, a: Tensor, b: Tensor, a_number: int, b_number: int) -> int | None:
+    """``grad_input`` or ``grad_weight`` as steps of a tape: the number of a b, (rows, cols).
 
-    a and b are laid out as the operands are, which have the memory of the program's tensors of
+    a and b are laid out as the operands are, which have the memory of the tape's tensors of
     these numbers. None where it is more than launches. It must have run on such tensors.
     """
     plan = _product_plan(a, b, None)
-    out = program.empty((a.shape[0], b.shape[1]), a.dtype, a_number)
-    return out if plan.steps(program, a_number, b_number, None, out, None) else None
+    out = tape.empty((a.shape[0], b.shape[1]), a.dtype, a_number)
+    return out if plan.steps(tape, a_number, b_number, None, out, None) else None
 
 
 def _product_plan(a: Tensor, b: Tensor, config: GemmConfig | None) -> Product | Turned:
@@ -431,14 +429,14 @@ class _GradPre:
         self._sum(part, db)
 
     def steps(
-        self, program: Program, dy: int, saved: int | None, dpre: int | None, db: int | None
+        self, tape: Tape, dy: int, saved: int | None, dpre: int | None, db: int | None
     ) -> bool:
         """``run`` of tensors of these numbers; whether launches are all there is."""
         if self._part_shape is None:
-            return program.launch(self._launch.in_fastpath((dy, saved, dpre, db)))
-        part = program.empty(self._part_shape, torch.float32, dy)
-        first = program.launch(self._launch.in_fastpath((dy, saved, dpre, part)))
-        return first and program.launch(self._sum.in_fastpath((part, db)))
+            return tape.launch(self._launch.in_fastpath((dy, saved, dpre, db)))
+        part = tape.empty(self._part_shape, torch.float32, dy)
+        first = tape.launch(self._launch.in_fastpath((dy, saved, dpre, part)))
+        return first and tape.launch(self._sum.in_fastpath((part, db)))
 
 
 def _grad_pre_blocks(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastlinear.ops.common.tape import Program
+from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act import triton as products
@@ -89,7 +89,7 @@ def backward(
 
 
 def steps(
-    program: Program,
+    tape: Tape,
     numbers: tuple[int, int, int, int],
     dy: Tensor,
     saved: Tensor | None,
@@ -98,7 +98,7 @@ def steps(
     activation: str,
     needs: tuple[bool, bool, bool],
 ) -> tuple[int | None, int | None, int | None] | None:
-    """``backward`` as steps of a program whose tensors of these numbers have the memory of dy,
+    """``backward`` as steps of a tape whose tensors of these numbers have the memory of dy,
     saved, x and weight: the numbers of dx, dW and db.
 
     None where it is more than launches. It must have run on such tensors.
@@ -114,7 +114,7 @@ def steps(
     db: int | None = None
     source = grad = numbers[0]
     if config.dpre_first and saved is not None:
-        made = products.grad_pre_steps(program, numbers[:2], dy, saved, activation, needs[2])
+        made = products.grad_pre_steps(tape, numbers[:2], dy, saved, activation, needs[2])
         if made is None:
             return None
         grad, db = made
@@ -122,10 +122,10 @@ def steps(
             return None, None, db
         # dpre is a new tensor laid out as dy is
         dy, saved, activation, needs = torch.empty_like(dy), None, "none", (*needs[:2], False)
-    dx = program.empty((M, K), dy.dtype, source) if needs[0] else None
-    dw = program.empty((N, K), dy.dtype, source) if needs[1] else None
+    dx = tape.empty((M, K), dy.dtype, source) if needs[0] else None
+    dw = tape.empty((N, K), dy.dtype, source) if needs[1] else None
     if needs[2]:
-        db = program.empty((N,), dy.dtype, source)
+        db = tape.empty((N,), dy.dtype, source)
     plan = _plan(dy, saved, x, weight, activation, needs, config)
     given = (
         grad,
@@ -133,7 +133,7 @@ def steps(
         None if x is None else numbers[2],
         None if weight is None else numbers[3],
     )
-    whole = plan.steps(program, given, dx, dw, db if needs[2] else None)
+    whole = plan.steps(tape, given, dx, dw, db if needs[2] else None)
     return (dx, dw, db) if whole else None
 
 
@@ -264,7 +264,7 @@ class _Backward:
 
     def steps(
         self,
-        program: Program,
+        tape: Tape,
         given: tuple[int | None, int | None, int | None, int | None],
         dx: int | None,
         dw: int | None,
@@ -272,9 +272,9 @@ class _Backward:
     ) -> bool:
         """``run`` of tensors of these numbers; whether launches are all there is."""
         if self._parts is None:
-            return program.launch(self._launch.in_fastpath((*given, dx, dw, db)))
+            return tape.launch(self._launch.in_fastpath((*given, dx, dw, db)))
         like = given[0]
         assert like is not None
-        parts = program.empty(self._parts, torch.float32, like)
-        first = program.launch(self._launch.in_fastpath((*given, parts, dw, db)))
-        return first and program.launch(self._sum.in_fastpath((parts, None, dx, None)))
+        parts = tape.empty(self._parts, torch.float32, like)
+        first = tape.launch(self._launch.in_fastpath((*given, parts, dw, db)))
+        return first and tape.launch(self._sum.in_fastpath((parts, None, dx, None)))

@@ -22,7 +22,7 @@ from fastlinear.op.timing import Timed
 from fastlinear.ops.common import calls, fastpath_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import as_result
-from fastlinear.ops.mlp import programs, reference, selection, whole_cpp
+from fastlinear.ops.mlp import reference, selection, tape, whole_cpp
 from fastlinear.ops.mlp.autograd import Formula, Mlp
 from fastlinear.ops.mlp.problem import NAME, STEP, layer_activations
 from fastlinear.ops.mlp.reference import Biases
@@ -31,7 +31,7 @@ from fastlinear.ops.mlp.validation import sequences, validate
 _Weights = Sequence[Tensor]
 _Biases = Sequence[Tensor | None] | None
 _LAUNCHED = frozenset({"layerwise", "whole_cuda", "whole_triton"})
-"""Backends that programs launch by themselves on a GPU."""
+"""Backends that tapes launch by themselves on a GPU."""
 
 
 def _normal(arguments: Arguments) -> Arguments:
@@ -72,9 +72,7 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
     plan = _inference(chosen[0].backend.load(), *names)
     (name,) = backends
     if name in _LAUNCHED and x.is_cuda and not captured:
-        return Resolved(
-            plan, plan, partial(_program, programs.Inference(names[0], names[1], name), plan)
-        )
+        return Resolved(plan, plan, partial(_tape, tape.Inference(names[0], names[1], name), plan))
     dense = all(t.is_contiguous() for t in (x, *weights, *biases) if t is not None)
     if name == "whole_cpp" and dense and x.dim() <= 3:
         codes = whole_cpp.codes(len(weights), *names)
@@ -96,18 +94,18 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
 
     if calls.is_captured(x):
         return Resolved(plan, plan)
-    training = programs.Training(formula, forward.name, backward.name)
+    training = tape.Training(formula, forward.name, backward.name)
     return Resolved(plan, plan, partial(_node, training))
 
 
-def _node(training: programs.Training, x: Tensor, weights: _Weights, biases: _Biases) -> Any:
-    return programs.node(training, x, weights, biases) if _are_dense(biases) else None
+def _node(training: tape.Training, x: Tensor, weights: _Weights, biases: _Biases) -> Any:
+    return tape.node(training, x, weights, biases) if _are_dense(biases) else None
 
 
-def _program(
-    inference: programs.Inference, plan: Plan, x: Tensor, weights: _Weights, biases: _Biases
+def _tape(
+    inference: tape.Inference, plan: Plan, x: Tensor, weights: _Weights, biases: _Biases
 ) -> Any:
-    return programs.program(inference, x, weights, biases, plan) if _are_dense(biases) else None
+    return tape.inference(inference, x, weights, biases, plan) if _are_dense(biases) else None
 
 
 def _are_dense(biases: _Biases) -> bool:

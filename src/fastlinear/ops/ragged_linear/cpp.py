@@ -20,7 +20,7 @@ from fastlinear.dispatch.backend import about_to_run
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import CODES
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.tape import Program, memory
+from fastlinear.ops.common.tape import Tape, memory
 from fastlinear.ops.grouped_linear.cpp import NO_HALF, half_products
 from fastlinear.ops.grouped_linear.operands import Numbers, Operand, number_of
 from fastlinear.ops.ragged_linear.layout import dense, dense_rows, has_rows, with_rows
@@ -107,7 +107,7 @@ def backward(
 
 
 def forward_steps(
-    p: Program,
+    p: Tape,
     x: Operand,
     weight: Operand,
     sizes: Operand,
@@ -115,7 +115,7 @@ def forward_steps(
     activation: str,
     save_pre: bool,
 ) -> tuple[int, int | None, int]:
-    """``forward`` as steps of a program, which bad sizes stop: the numbers of its results."""
+    """``forward`` as steps of a tape, which bad sizes stop: the numbers of its results."""
     x, weight = dense_rows(p, x), _dense_matrices(p, weight)
     bias = None if bias is None else dense(p, bias)
     rows, n = x.tensor.shape[0], weight.tensor.shape[1]
@@ -131,7 +131,7 @@ def forward_steps(
 
 
 def backward_steps(
-    p: Program,
+    p: Tape,
     dy: Operand,
     saved: Operand | None,
     x: Operand,
@@ -140,7 +140,7 @@ def backward_steps(
     activation: str,
     needs: tuple[bool, bool, bool],
 ) -> Numbers:
-    """``backward`` of a contiguous dy as steps of a program: the numbers of dx, dW and db."""
+    """``backward`` of a contiguous dy as steps of a tape: the numbers of dx, dW and db."""
     x, weight = dense_rows(p, x), _dense_matrices(p, weight)
     shape, dtype = weight.tensor.shape, x.tensor.dtype
     shapes = x.tensor.shape, shape, shape[:2]
@@ -174,7 +174,7 @@ def _matrices(weight: Tensor) -> Tensor:
     return weight if _are_matrices(weight) else weight.contiguous()
 
 
-def _dense_matrices(p: Program, weight: Operand) -> Operand:
+def _dense_matrices(p: Tape, weight: Operand) -> Operand:
     """``_matrices`` as a step."""
     return weight if _are_matrices(weight.tensor) else dense(p, weight)
 

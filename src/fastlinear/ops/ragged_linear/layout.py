@@ -1,10 +1,10 @@
-"""How the backends of ragged_linear want tensors to lie, in Python and as steps of a program."""
+"""How the backends of ragged_linear want tensors to lie, in Python and as steps of a tape."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from fastlinear.ops.common.tape import Program
+from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.grouped_linear.operands import Operand
 
 
@@ -19,11 +19,11 @@ def with_rows(t: Tensor) -> Tensor:
     return t if has_rows(t) else t.contiguous()
 
 
-def dense(p: Program, t: Operand) -> Operand:
+def dense(p: Tape, t: Operand) -> Operand:
     """The tensor, copied unless it is contiguous."""
     return t if t.tensor.is_contiguous() else Operand(t.tensor.contiguous(), p.dense(t.number))
 
 
-def dense_rows(p: Program, t: Operand) -> Operand:
+def dense_rows(p: Tape, t: Operand) -> Operand:
     """``with_rows`` as a step."""
     return t if has_rows(t.tensor) else dense(p, t)

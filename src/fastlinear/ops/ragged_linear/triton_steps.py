@@ -1,4 +1,4 @@
-"""The Triton backend of ragged_linear as steps of a program: the very launches that ran before.
+"""The Triton backend of ragged_linear as steps of a tape: the very launches that ran before.
 
 Importing this file imports Triton.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common.tape import Program
+from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.grouped_linear.operands import Numbers, Operand, number_of
 from fastlinear.ops.ragged_linear import triton
 from fastlinear.ops.ragged_linear.layout import dense, dense_rows
 
 
 def forward_steps(
-    p: Program,
+    p: Tape,
     x: Operand,
     weight: Operand,
     sizes: Operand,
@@ -30,7 +30,7 @@ def forward_steps(
 
 
 def backward_steps(
-    p: Program,
+    p: Tape,
     dy: Operand,
     saved: Operand | None,
     x: Operand,
@@ -70,7 +70,7 @@ def backward_steps(
 
 
 def _product_steps(
-    p: Program,
+    p: Tape,
     x: Operand,
     weight: Operand,
     bias: Operand | None,

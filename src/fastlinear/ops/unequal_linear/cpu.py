@@ -20,7 +20,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import about_to_run
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import CODES
-from fastlinear.ops.common.tape import Program, memories, memory
+from fastlinear.ops.common.tape import Tape, memories, memory
 from fastlinear.ops.grouped_linear.cpp import (
     NO_HALF,
     NO_VECTORS,
@@ -71,8 +71,8 @@ def backward(call: Backward, device: torch.device) -> None:
     _library().fastlinear_unequal_backward(table, dys, saved, pre, xs, weights, *buffers)
 
 
-def forward_steps(p: Program, call: Forward, device: torch.device) -> None:
-    """The same as a step of a program; operands are its numbers."""
+def forward_steps(p: Tape, call: Forward, device: torch.device) -> None:
+    """The same as a step of a tape; operands are its numbers."""
     table, order = _described(call)
     lists = (memories([ts[g] for g in order]) for ts in (call.xs, call.weights, call.biases))
     address = cpp_build.address(_library().fastlinear_unequal_forward)
@@ -80,8 +80,8 @@ def forward_steps(p: Program, call: Forward, device: torch.device) -> None:
     p.call(address, ctypes.addressof(table), *lists, *results, keeps=table)
 
 
-def backward_steps(p: Program, call: Backward, device: torch.device) -> None:
-    """The same as a step of a program; operands are its numbers."""
+def backward_steps(p: Tape, call: Backward, device: torch.device) -> None:
+    """The same as a step of a tape; operands are its numbers."""
     table, order = _described(call)
     dys, saved, xs, weights = (
         memory(None) if ts is None else memories([ts[g] for g in order])

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common.tape import Program
+from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.unequal_linear import layout
 from fastlinear.ops.unequal_linear.compiled import KINDS
 from fastlinear.ops.unequal_linear.config import (
@@ -105,13 +105,13 @@ def backward(call: Backward, device: torch.device, choices: Choices = AUTOMATIC)
         run(product, device)
 
 
-def forward_steps(p: Program, call: Forward, device: torch.device) -> None:
-    """The same as steps of a program; operands are its numbers."""
+def forward_steps(p: Tape, call: Forward, device: torch.device) -> None:
+    """The same as steps of a tape; operands are its numbers."""
     launch_in(p, _forward(call, device, AUTOMATIC), device)
 
 
-def backward_steps(p: Program, call: Backward, device: torch.device) -> None:
-    """The same as steps of a program; operands are its numbers."""
+def backward_steps(p: Tape, call: Backward, device: torch.device) -> None:
+    """The same as steps of a tape; operands are its numbers."""
     like = next(dy for dy in call.dys if dy is not None)
     for product in _backward(call, device, lambda n, dtype: p.empty((n,), dtype, like), AUTOMATIC):
         launch_in(p, product, device)

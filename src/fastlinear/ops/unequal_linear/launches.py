@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.fastpath_launch import FastpathLaunch, prepared
-from fastlinear.ops.common.tape import Program
+from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.unequal_linear.compiled import MAX_GROUPS, kernel
 from fastlinear.ops.unequal_linear.config import (
     EXTRAS,
@@ -230,8 +230,8 @@ def run(product: Product, device: torch.device) -> None:
         part.run(product, stream)
 
 
-def launch_in(p: Program, product: Product, device: torch.device) -> None:
-    """Launch as steps of a program, whose tensors' numbers the operands are."""
+def launch_in(p: Tape, product: Product, device: torch.device) -> None:
+    """Launch as steps of a tape, whose tensors' numbers the operands are."""
     for part in parts_of(product.kind, device.index):
         p.launch(part.in_fastpath(product), anywhere=True)  # the kernel sees how rows are aligned
 

@@ -1,6 +1,6 @@
 """What a call of unequal_linear is made of: sizes, and buffers that results of all groups share.
 
-Operands are tensors, or numbers of tensors of a fast path's program: what is computed where is said
+Operands are tensors, or numbers of tensors of a fast path's tape: what is computed where is said
 once for both.
 """
 

@@ -17,7 +17,7 @@ from fastlinear.op.step import choose_whole, trained
 from fastlinear.op.timing import Timed
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.layouts import unlike_strided
-from fastlinear.ops.unequal_linear import programs
+from fastlinear.ops.unequal_linear import tape
 from fastlinear.ops.unequal_linear.autograd import Formula, Maybe, loop, recorded
 from fastlinear.ops.unequal_linear.problem import NAME, problem_of
 from fastlinear.ops.unequal_linear.validation import fail, validate
@@ -96,7 +96,7 @@ def _train(arguments: Arguments, _: tuple[Choice, ...]) -> Resolved:
 def _record(
     formula: Formula, grad: bool, xs: _Tensors, weights: _Tensors, biases: Maybe | None
 ) -> Any:
-    return programs.plan(formula, xs, weights, biases, grad)
+    return tape.plan(formula, xs, weights, biases, grad)
 
 
 def _own(activation: str, xs: _Tensors, weights: _Tensors, biases: Maybe | None) -> list[Tensor]:

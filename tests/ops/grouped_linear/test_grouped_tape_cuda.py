@@ -1,4 +1,4 @@
-"""Programs of grouped_linear's CUDA C++ backends without a GPU: PyTorch's ops stand in for the
+"""Tapes of grouped_linear's CUDA C++ backends without a GPU: PyTorch's ops stand in for the
 kernels, on the memory that a launch is given. What is tested is all around them."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import program_ways as ways
 import pytest
+import tape_checks as checks
 import torch
 from compiled_nodes import needs_nodes
-from program_ways import Way, at, compare_inference, draw, formula_of, stood
+from tape_checks import Way, at, compare_inference, draw, formula_of, stood
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
@@ -41,7 +41,7 @@ pytestmark = needs_nodes
 
 @pytest.fixture
 def _driver() -> Iterator[None]:
-    with ways.python_driver():
+    with checks.python_driver():
         yield
 
 
@@ -199,7 +199,7 @@ def backward_kernels(self: Any, given: Sequence[Any], wide: bool) -> list[Any]:
 @pytest.fixture
 def _stood_in(_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of CUDA C++ are PyTorch's ops on a CPU; products are written as on a GPU."""
-    monkeypatch.setattr(reference, "copied", ways.copied_on_a_gpu)
+    monkeypatch.setattr(reference, "copied", checks.copied_on_a_gpu)
 
     def stand(module: Any, name: str, made: Callable[..., list[Any]]) -> None:
         class Stood(getattr(module, name)):  # type: ignore[misc]
@@ -279,7 +279,7 @@ def compare_signs(given: list[Any], names: tuple[str, str], activation: str, lay
         y = GroupedLinear.apply(*given, formula)
         dy = torch.randn_like(y) if dy is None else dy
         found.append([y, *torch.autograd.grad(y, wanted, dy)])
-    ways.same(*found)
+    checks.same(*found)
 
 
 def place_of(
@@ -304,8 +304,8 @@ def test_signs_serve_second_derivatives_and_a_second_backward() -> None:
     way = Way(replace(plain, signs=place_of(given, "relu", layout)), given)
     dy = torch.randn(3, 16, 208, dtype=torch.bfloat16)
     first = torch.autograd.grad(y := way(given), given, dy, retain_graph=True)
-    ways.same(torch.autograd.grad(y, given, dy, create_graph=True), ways_of_torch(given, dy))
-    ways.same(torch.autograd.grad(y, given, dy), first)
+    checks.same(torch.autograd.grad(y, given, dy, create_graph=True), ways_of_torch(given, dy))
+    checks.same(torch.autograd.grad(y, given, dy), first)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(y, given, dy)
 

@@ -1,7 +1,7 @@
-"""Calls of gated_mlp as the compiled fast path runs and records them: one node, programs of its
+"""Calls of gated_mlp as the compiled fast path runs and records them: one node, tapes of its
 pieces.
 
-What a program does is what the backends ``cuda`` and ``elementwise`` do, with the very same kernels
+What a tape does is what the backends ``cuda`` and ``elementwise`` do, with the very same kernels
 and ops of PyTorch; others, and what would be copied first, run in Python inside the node.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.common import fastpath_node
-from fastlinear.ops.common.tape import Program
+from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.gated_mlp import bias_sums, cuda, launches
 from fastlinear.ops.gated_mlp.autograd import Formula
 from fastlinear.ops.gated_mlp.cuda_config import config_for
@@ -35,7 +35,7 @@ from fastlinear.ops.gated_mlp.stacking import (
     split_pre,
     split_weights,
 )
-from fastlinear.ops.linear_act.programs import Operand, forward_steps, matrix, viewable
+from fastlinear.ops.linear_act.tape import Operand, forward_steps, matrix, viewable
 
 NAME = "GatedMLPBackward"
 BACKENDS = frozenset({"cuda", "elementwise"})
@@ -45,7 +45,7 @@ _KEPT = 2  # the two pre-activations, or their stack and nothing
 _DY, _X, _WEIGHTS, _BIASES, _PRE = 0, 1, 2, 5, 8  # a backward's; a forward's begin with x
 _INNER = (0, 1, 2, 4, 5)  # gradients that go through the gate
 Numbers = tuple[int, int | None]
-"""Pre-activations, or their gradients, among a program's tensors: as they lie."""
+"""Pre-activations, or their gradients, among a tape's tensors: as they lie."""
 Through = tuple[Numbers, int | None, tuple[int | None, int | None, int | None]]
 """dpre, h or None, and the gradients of the gate's (or the stack's), the up and the down bias."""
 
@@ -67,8 +67,8 @@ def inference(
     found = _forward(backend, activation, order, False, x, *held)
     if found is None:
         return None
-    program, y, _ = found
-    return fastpath_node.program(program.spec(y), (x, *weights, *biases), plan)
+    tape, y, _ = found
+    return fastpath_node.tape(tape.spec(y), (x, *weights, *biases), plan)
 
 
 def node(
@@ -80,7 +80,7 @@ def node(
     if not fastpath_node.begun():
         return None
 
-    def programmer(
+    def recorder(
         needs: Needs,
         dy: Tensor,
         tensors: tuple[Tensor | None, ...],
@@ -98,7 +98,7 @@ def node(
         tensors,
         formula.forward,
         formula.gradients,
-        programmer,
+        recorder,
         None if found is None else found[0].spec(found[1], *found[2]),
         (kept, kept if weights[1] is not None else fastpath_node.NOTHING),
         # all are read where any are: second derivatives start from them
@@ -119,12 +119,12 @@ def _forward(
     x: Tensor,
     weights: Weights,
     biases: Biases,
-) -> tuple[Program, int, tuple[int | None, int | None]] | None:
-    """The forward's program: x, weights, biases → the numbers of y, and of the pre-activations
+) -> tuple[Tape, int, tuple[int | None, int | None]] | None:
+    """The forward's tape: x, weights, biases → the numbers of y, and of the pre-activations
     where they are kept. None where a piece has no such form."""
     if not _served(backend, x):
         return None
-    p = Program(_GIVEN)
+    p = Tape(_GIVEN)
     rows = matrix(p, 0, x)
     steps = _by_cuda if backend == "cuda" else _elementwise
     made = steps(p, rows, weights, biases, activation, order, save)
@@ -147,7 +147,7 @@ def _forward(
 
 
 def _by_cuda(
-    p: Program,
+    p: Tape,
     x: Operand,
     weights: Weights,
     biases: Biases,
@@ -176,7 +176,7 @@ def _by_cuda(
 
 
 def _elementwise(
-    p: Program,
+    p: Tape,
     x: Operand,
     weights: Weights,
     biases: Biases,
@@ -192,7 +192,7 @@ def _elementwise(
 
 
 def _pre_activations(
-    p: Program, x: int, weight: int, bias: int, weights: Weights, biases: Biases
+    p: Tape, x: int, weight: int, bias: int, weights: Weights, biases: Biases
 ) -> Numbers:
     """``reference.pre_activations`` of rows; ``weight`` and ``bias`` are the gate's numbers."""
     first = p.linear(x, weight, None if biases.gate is None else bias)
@@ -202,7 +202,7 @@ def _pre_activations(
 
 
 def _gated(
-    p: Program, pre: Pre, numbers: Numbers, activation: str, order: str, *, over: bool = False
+    p: Tape, pre: Pre, numbers: Numbers, activation: str, order: str, *, over: bool = False
 ) -> int | None:
     """The Triton pass: the number of h out of pre-activations laid out as ``pre``; ``over`` as for
     ``triton.gate_forward``."""
@@ -229,7 +229,7 @@ def _backward(
     kept: tuple[Tensor | None, ...],
     over: bool,
 ) -> Any:
-    """The backward's program: dy, x, weights, biases, what was kept → seven gradients.
+    """The backward's tape: dy, x, weights, biases, what was kept → seven gradients.
 
     dy is contiguous, and all this ran on such tensors; x or all of them are None where the
     ``kept`` module says that none is read. ``over``: what was kept may be written over.
@@ -240,7 +240,7 @@ def _backward(
         return None
     if any(k is not None and not k.is_contiguous() for k in kept):
         return None
-    p = Program(1 + _GIVEN + _KEPT)
+    p = Tape(1 + _GIVEN + _KEPT)
     gradient = matrix(p, _DY, dy)
     inner = any(needs[i] for i in _INNER)
     if not reads_kept(needs):
@@ -289,7 +289,7 @@ def _backward(
     return p.spec(dx, gate_weight, up_weight, down_weight, *summed)
 
 
-def _column_sums(p: Program, formula: Formula, dy: Operand) -> int | None:
+def _column_sums(p: Tape, formula: Formula, dy: Operand) -> int | None:
     """The down bias's gradient alone: ``bias_sums.column_sums``, or PyTorch's."""
     if formula.backward_name != "cuda":
         return p.row_sum(dy.number)
@@ -303,14 +303,14 @@ def _column_sums(p: Program, formula: Formula, dy: Operand) -> int | None:
     return found
 
 
-def _shares(p: Program, dy: Operand) -> Laid:
+def _shares(p: Tape, dy: Operand) -> Laid:
     """New memory for the shares of dy's column sums."""
     like = bias_sums.empty_shares(dy.tensor)
     return like, (p.empty(like.shape, torch.float32, dy.memory), 0)
 
 
 def _through_down(
-    p: Program,
+    p: Tape,
     formula: Formula,
     needs: Needs,
     dy: Operand,
@@ -373,7 +373,7 @@ def _through_down(
 
 
 def _through_gate(
-    p: Program,
+    p: Tape,
     formula: Formula,
     needs: Needs,
     dy: Operand,
@@ -415,12 +415,12 @@ def _served(backend: str, x: Tensor) -> bool:
     return viewable(x) and (not x.is_cuda or fastpath_node.serves_cuda())
 
 
-def _new_like(p: Program, pre: Pre, like: int) -> tuple[Pre, Numbers]:
+def _new_like(p: Tape, pre: Pre, like: int) -> tuple[Pre, Numbers]:
     found = empty_like(pre)
     return found, _empties(p, found, like)
 
 
-def _empties(p: Program, pre: Pre, like: int) -> Numbers:
+def _empties(p: Tape, pre: Pre, like: int) -> Numbers:
     """New tensors laid out as these."""
     first = p.empty(pre[0].shape, pre[0].dtype, like)
     return first, None if pre[1] is None else p.empty(pre[1].shape, pre[1].dtype, like)

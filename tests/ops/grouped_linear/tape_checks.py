@@ -1,4 +1,4 @@
-"""Calls of grouped_linear in Python and as programs, side by side, and a driver for a CPU."""
+"""Calls of grouped_linear in Python and as tapes, side by side, and a driver for a CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import programs
+from fastlinear.ops.grouped_linear import tape
 from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,18 +93,18 @@ class Way:
         self.table = table
         table.clear()
         GroupedLinear.apply(*given, self.formula)
-        plan = programs.node(self.formula, *given)
+        plan = tape.node(self.formula, *given)
         assert plan is not None
         assert table.admit(*given, "a", plan)
 
     def __call__(self, given: Sequence[Tensor | None]) -> Tensor:
         y = self.table.call(*given, "a")
         assert y is not None
-        assert y.grad_fn.name() == programs.NAME
+        assert y.grad_fn.name() == tape.NAME
         return y  # type: ignore[no-any-return]
 
     def compare(self, given: Sequence[Tensor | None]) -> None:
-        """Once in Python, then by programs alone."""
+        """Once in Python, then by tapes alone."""
         wanted = [t for t in given if t is not None and t.requires_grad]
         expected = GroupedLinear.apply(*given, self.plain)
         for self.python in (True, False):
@@ -123,7 +123,7 @@ def fails(*_: Any) -> Any:
 
 
 def compare_inference(backend: str, activation: str, layout: str, given: Sequence[Any]) -> None:
-    """A call without gradients: a program's result against Python's."""
+    """A call without gradients: a tape's result against Python's."""
     table = fastpath.table("grouped_linear.test")
     assert table is not None
     table.clear()
@@ -134,7 +134,7 @@ def compare_inference(backend: str, activation: str, layout: str, given: Sequenc
         blocks = layouts.blocks(x, layout, groups, k)
         y = run(blocks, weight, bias, activation, False, order)[0]
         expected = layouts.unblocked(y, layout, x.shape)
-        plan = programs.inference(backend, activation, layout, fails, *given)
+        plan = tape.inference(backend, activation, layout, fails, *given)
         assert plan is not None
         assert table.admit(*given, "a", plan)
         same([table.call(*given, "a")], [expected])

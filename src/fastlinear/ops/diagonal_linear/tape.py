@@ -1,7 +1,7 @@
 """Calls of diagonal_linear as the compiled fast path runs and records them: one node, a launch
 forward and one or two backward; on a CPU one C++ call each way.
 
-What a program does is what the backends ``triton`` and ``cpp`` do; others run in Python inside the
+What a tape does is what the backends ``triton`` and ``cpp`` do; others run in Python inside the
 node.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastlinear.ops.common import fastpath_node
 from fastlinear.ops.common.fastpath_launch import FastpathLaunch
-from fastlinear.ops.common.tape import Program, memory
+from fastlinear.ops.common.tape import Tape, memory
 from fastlinear.ops.diagonal_linear import cpp
 from fastlinear.ops.diagonal_linear.autograd import Formula
 
@@ -47,7 +47,7 @@ def node(training: Training, x: Tensor, weight: Tensor, rest: _Rest) -> Any:
         return None
     formula = training.formula
 
-    def programmer(
+    def recorder(
         needs: tuple[bool, ...], dy: Tensor, tensors: tuple[Tensor | None, ...], _kept: Any
     ) -> Any:
         return _backward(training, needs, dy, tensors)
@@ -58,7 +58,7 @@ def node(training: Training, x: Tensor, weight: Tensor, rest: _Rest) -> Any:
         (x, weight, bias, residual),
         formula.forward,
         formula.gradients,
-        programmer,
+        recorder,
         _forward(training, *plain),
         (fastpath_node.NOTHING,),
         formula.readers,
@@ -72,7 +72,7 @@ def _forward(
     bias: Tensor | None,
     residual: Tensor | None,
 ) -> Any:
-    """The forward's program: x, weight, bias, residual → y; None where it is not one launch."""
+    """The forward's tape: x, weight, bias, residual → y; None where it is not one launch."""
     assert x is not None
     assert weight is not None
     if training.forward == "cpp":
@@ -85,7 +85,7 @@ def _forward(
 def _backward(
     training: Training, needs: Sequence[bool], dy: Tensor, tensors: tuple[Tensor | None, ...]
 ) -> Any:
-    """The backward's program: dy, x, weight, bias → dx, dw, db, dr.
+    """The backward's tape: dy, x, weight, bias → dx, dw, db, dr.
 
     dy is contiguous, and all this ran on such tensors.
     """
@@ -96,7 +96,7 @@ def _backward(
         return None
     if x is not None and not _viewable(x):
         return None
-    p = Program(_BACKWARD_GIVEN)
+    p = Tape(_BACKWARD_GIVEN)
     dr = _FROM_DY if needs[3] else None
     if not any(needs[:3]):
         return p.spec(None, None, None, dr)
@@ -140,7 +140,7 @@ def inference(
     rest: _Rest,
 ) -> Any:
     """The table's plan for such calls without gradients, which have run, or None where it is
-    ``plan`` itself. ``plan`` serves what the program cannot."""
+    ``plan`` itself. ``plan`` serves what the tape cannot."""
     bias, residual = rest
     if not _dense(weight, bias):
         return None
@@ -149,7 +149,7 @@ def inference(
     if backend != "cpp" or not fastpath_node.begun():
         return None
     spec = _forward_in_cpp(x, bias, residual, activation, None)
-    return None if spec is None else fastpath_node.program(spec, (x, weight, bias, residual), plan)
+    return None if spec is None else fastpath_node.tape(spec, (x, weight, bias, residual), plan)
 
 
 def _launch(
@@ -193,20 +193,18 @@ def into(
         spec = _forward_in_triton(x, weight, bias, residual, activation, out)
     elif backend == "addcmul" and activation == "none" and residual is None:
         assert bias is not None
-        p = Program(_GIVEN + 1)
+        p = Tape(_GIVEN + 1)
         p.multiply_add(p.claim(_OUT), _BIAS, _X, _WEIGHT)
         spec = p.spec(_OUT)
     return (
-        None
-        if spec is None
-        else fastpath_node.program(spec, (x, weight, bias, residual, out), plan)
+        None if spec is None else fastpath_node.tape(spec, (x, weight, bias, residual, out), plan)
     )
 
 
 def _forward_in_cpp(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, out: Tensor | None
 ) -> Any:
-    """The forward's program by backend ``cpp``; None where a tensor would have to be copied."""
+    """The forward's tape by backend ``cpp``; None where a tensor would have to be copied."""
     rows = _rows(x)
     others = None if residual is None else _rows(residual)
     if rows is None or (others is None) != (residual is None):
@@ -226,7 +224,7 @@ def _forward_in_triton(
     activation: str,
     out: Tensor | None,
 ) -> Any:
-    """The forward's program by backend ``triton``; None where it is not one launch."""
+    """The forward's tape by backend ``triton``; None where it is not one launch."""
     given = [t for t in (x, residual) if t is not None]
     if not all(map(_viewable, given)) or not fastpath_node.serves_cuda():
         return None
@@ -243,12 +241,12 @@ def _forward_in_triton(
     return p.spec(y, None)
 
 
-def _begun(x: Tensor, out: Tensor | None) -> tuple[Program, int]:
-    """A forward's program, and the number of its result."""
+def _begun(x: Tensor, out: Tensor | None) -> tuple[Tape, int]:
+    """A forward's tape, and the number of its result."""
     if out is not None:
-        p = Program(_GIVEN + 1)
+        p = Tape(_GIVEN + 1)
         return p, p.claim(_OUT)
-    p = Program(_GIVEN)
+    p = Tape(_GIVEN)
     return p, p.empty(x.shape, x.dtype, _X)
 
 
@@ -260,11 +258,11 @@ def _backward_in_cpp(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> Any:
-    """The backward's program by backend ``cpp``: what is not read stands for dy."""
+    """The backward's tape by backend ``cpp``: what is not read stands for dy."""
     rows = _rows(dy if x is None else x)
     if rows is None:
         return None
-    p = Program(_BACKWARD_GIVEN)
+    p = Tape(_BACKWARD_GIVEN)
     dr = _FROM_DY if needs[3] else None
     if not any(needs[:3]):
         return p.spec(None, None, None, dr)

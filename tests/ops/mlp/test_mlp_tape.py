@@ -1,4 +1,4 @@
-"""Layers without gradients as one program of the fast path: the very results of Python's loop."""
+"""Layers without gradients as one tape of the fast path: the very results of Python's loop."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fastlinear.ops.common import fastpath
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.mlp import (
     layerwise,
-    programs,
     reference,
+    tape,
     whole_cuda,
     whole_triton,
     whole_triton_plans,
 )
-from fastlinear.ops.mlp.programs import Inference
 from fastlinear.ops.mlp.spec import FRONT
+from fastlinear.ops.mlp.tape import Inference
 from fastlinear.ops.mlp.whole_clusters import ClustersPlan
 from fastlinear.ops.mlp.whole_grid import GridPlan
 from fastlinear.ops.mlp.whole_stream import StreamPlan
@@ -39,7 +39,7 @@ class Way:
     def __init__(self, names: tuple[str, str]) -> None:
         self.names = names
         self.back = 0
-        found = fastpath.table("mlp.test_program")
+        found = fastpath.table("mlp.test_tape")
         assert found is not None
         self.table = found
         found.clear()
@@ -56,7 +56,7 @@ class Way:
 
     def admit(self, x: Tensor, ws: Any, bs: Any) -> None:
         self.python(x, ws, bs)
-        plan = programs.program(Inference(*self.names), x, ws, bs, self.fallback)
+        plan = tape.inference(Inference(*self.names), x, ws, bs, self.fallback)
         assert plan is not None
         assert self.table.admit(x, ws, bs, *self.names, plan)
 
@@ -105,7 +105,7 @@ def test_the_bits_of_pythons_loop(
                         activation,
                         final,
                     )
-                    assert judge("program", y, want, exact).passed
+                    assert judge("tape", y, want, exact).passed
                     assert not torch.equal(y, way(x + 1, ws, biases))
 
 
@@ -138,7 +138,7 @@ def test_weights_of_another_device_are_another_kind_of_call() -> None:
 
 def test_too_many_tensors_stay_with_python() -> None:
     ws, bs = chain(4, (4,) * 40)
-    made = programs.program(Inference("relu", "none"), draw(2, 4), ws, bs, lambda *_: draw(1))
+    made = tape.inference(Inference("relu", "none"), draw(2, 4), ws, bs, lambda *_: draw(1))
     assert made is None
 
 

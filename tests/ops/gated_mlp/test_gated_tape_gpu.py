@@ -1,4 +1,4 @@
-"""Calls of gated_mlp as programs, on Hopper: the very results of the Python path."""
+"""Calls of gated_mlp as tapes, on Hopper: the very results of the Python path."""
 
 from __future__ import annotations
 

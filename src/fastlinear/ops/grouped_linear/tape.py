@@ -1,7 +1,7 @@
-"""Calls of grouped_linear as the compiled fast path runs and records them: one node, programs of
+"""Calls of grouped_linear as the compiled fast path runs and records them: one node, tapes of
 its two directions.
 
-What a program does is what the backends do, with the very same kernels and ops of PyTorch; other
+What a tape does is what the backends do, with the very same kernels and ops of PyTorch; other
 backends, and what would be copied first, run in Python inside the node.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from fastlinear.ops.common import fastpath_node
-from fastlinear.ops.common.tape import Program, memory
+from fastlinear.ops.common.tape import Tape, memory
 from fastlinear.ops.grouped_linear import (
     cpp,
     eager,
@@ -40,7 +40,7 @@ _READERS = (-1, -1, -1)  # all are kept: second derivatives start from them
 _X, _WEIGHT, _BIAS, _GIVEN = range(4)  # among a forward's tensors
 _DY, _FROM_X, _FROM_WEIGHT, _SAVED = 0, 1, 2, 4  # among a backward's, which begin with dy
 Results = tuple[int, int | None]
-"""y and the pre-activation or signs among a program's tensors."""
+"""y and the pre-activation or signs among a tape's tensors."""
 
 
 def node(formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
@@ -53,12 +53,12 @@ def node(formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None) -> An
     forward, saved, signs = formula.forward_name, formula.saved, formula.signs
     names = formula.activation, formula.layout
     found = _forward(forward, x, weight, bias, *names, saved == "pre", signs)
-    program = None
+    tape = None
     if found is not None:
         p, y, pre = found
-        program = p.spec(y, *((pre,) if saved != "none" else ()))
+        tape = p.spec(y, *((pre,) if saved != "none" else ()))
 
-    def programmer(
+    def recorder(
         needs: Needs,
         dy: Tensor,
         tensors: tuple[Tensor | None, ...],
@@ -74,8 +74,8 @@ def node(formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None) -> An
         (x, weight, bias),
         formula.forward,
         formula.gradients,
-        programmer if formula.backward_name in _BACKWARD_STEPS else None,
-        program,
+        recorder if formula.backward_name in _BACKWARD_STEPS else None,
+        tape,
         _KEPT[saved],
         _READERS,
     )
@@ -92,7 +92,7 @@ def inference(
 ) -> Any:
     """The table's plan for such calls without gradients, or None where it is ``plan`` itself.
 
-    They must have run before; ``plan`` serves what the program cannot.
+    They must have run before; ``plan`` serves what the tape cannot.
     """
     if not fastpath_node.begun():
         return None
@@ -100,7 +100,7 @@ def inference(
     if found is None:
         return None
     p, y, _ = found
-    return fastpath_node.program(p.spec(y), (x, weight, bias), plan)
+    return fastpath_node.tape(p.spec(y), (x, weight, bias), plan)
 
 
 def _forward(
@@ -112,15 +112,15 @@ def _forward(
     layout: str,
     save_pre: bool,
     signs: AnyPlace | None = None,
-) -> tuple[Program, int, int | None] | None:
-    """The forward's program: x, weight, bias → the numbers of y and the pre-activation or signs;
+) -> tuple[Tape, int, int | None] | None:
+    """The forward's tape: x, weight, bias → the numbers of y and the pre-activation or signs;
     None where the backend has none, or a tensor would have to be copied first."""
     steps = _FORWARD_STEPS.get(backend)
     x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
     rows = _in_place(x, layout, weight.shape[2], weight)
     if steps is None or rows is None or not _launches(x):
         return None
-    p = Program(_GIVEN)
+    p = Tape(_GIVEN)
     found = steps(
         Forward(
             p,
@@ -140,7 +140,7 @@ def _forward(
 def _backward(
     formula: Formula, needs: Needs, dy: Tensor, x: Tensor, weight: Tensor, saved: Tensor | None
 ) -> Any:
-    """The backward's program: dy, the call's tensors, what was kept → dx, dW, db.
+    """The backward's tape: dy, the call's tensors, what was kept → dx, dW, db.
 
     All this ran on such tensors.
     """
@@ -157,7 +157,7 @@ def _backward(
             return t
         return layouts.blocks(t, layout, groups, n).reshape(*tokens, n)
 
-    p = Program(_SAVED + len(_KEPT[formula.saved]))
+    p = Tape(_SAVED + len(_KEPT[formula.saved]))
     found = _BACKWARD_STEPS[formula.backward_name](
         Backward(
             p,
@@ -181,7 +181,7 @@ def _in_place(t: Tensor, layout: str, features: int, weight: Tensor) -> Tensor |
 
 
 def _launches(x: Tensor) -> bool:
-    """Whether programs can launch kernels, where x asks for that."""
+    """Whether tapes can launch kernels, where x asks for that."""
     return not x.is_cuda or fastpath_node.serves_cuda()
 
 
@@ -196,7 +196,7 @@ def _cpp_forward(call: Forward) -> Results | None:
     y, pre = call.results()
     described = cpp.described(x, weight, call.activation, call.like_y())
     given = map(memory, (*call.numbers, y, pre))
-    call.program.call(cpp.forward_address(), ctypes.addressof(described), *given, keeps=described)
+    call.tape.call(cpp.forward_address(), ctypes.addressof(described), *given, keeps=described)
     return y, pre
 
 
@@ -207,7 +207,7 @@ def _cpp_backward(call: Backward) -> Numbers | None:
     found = call.results()
     described = cpp.described(x, weight, call.activation, dy, saved, call.like_dx())
     given = map(memory, (*call.numbers, *found))
-    call.program.call(cpp.backward_address(), ctypes.addressof(described), *given, keeps=described)
+    call.tape.call(cpp.backward_address(), ctypes.addressof(described), *given, keeps=described)
     return found
 
 

@@ -1,7 +1,7 @@
-"""Training calls of linear_act as the compiled fast path records them: one node, programs of
+"""Training calls of linear_act as the compiled fast path records them: one node, tapes of
 pieces.
 
-What a program does is what the backends chosen for the pieces do, with the very same kernels and
+What a tape does is what the backends chosen for the pieces do, with the very same kernels and
 ops of PyTorch; a backend that has no such form leaves its direction to Python.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastlinear.ops.common import cpp_build, cpp_elementwise, cpp_gemm, fastpath_node
 from fastlinear.ops.common.fastpath_launch import FastpathLaunch, Y
-from fastlinear.ops.common.tape import Program, memory
+from fastlinear.ops.common.tape import Tape, memory
 from fastlinear.ops.linear_act import launches, onednn
 from fastlinear.ops.linear_act.autograd import Formula
 
@@ -44,7 +44,7 @@ _KEPT = {"none": (), "output": (fastpath_node.OUTPUT,), "pre": (fastpath_node.HI
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A matrix among a program's tensors.
+    """A matrix among a tape's tensors.
 
     Attributes:
         tensor: one laid out as it is.
@@ -57,12 +57,12 @@ class Operand:
     memory: int
 
 
-def matrix(program: Program, number: int, tensor: Tensor) -> Operand:
+def matrix(tape: Tape, number: int, tensor: Tensor) -> Operand:
     """The tensor of that number as its rows: itself, or a view where it has other dimensions."""
     if tensor.dim() == 2:
         return Operand(tensor, number, number)
     rows = tensor.view(-1, tensor.shape[-1])
-    return Operand(rows, program.view(number, rows.shape), number)
+    return Operand(rows, tape.view(number, rows.shape), number)
 
 
 def node(training: Training, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
@@ -72,7 +72,7 @@ def node(training: Training, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
         return None
     formula = training.formula
 
-    def programmer(
+    def recorder(
         needs: Needs,
         dy: Tensor,
         tensors: tuple[Tensor | None, ...],
@@ -86,7 +86,7 @@ def node(training: Training, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
         (x, weight, bias),
         formula.forward,
         formula.gradients,
-        programmer,
+        recorder,
         _forward(training, *given),
         _KEPT[formula.saved],
         (_DW, _DX, 0),
@@ -102,16 +102,16 @@ def inference(
     bias: Tensor | None,
 ) -> Any:
     """The table's plan for calls on a GPU without gradients, which have run: one launch, or a
-    program of several. None where neither is all of it. ``plan`` serves what these cannot."""
+    tape of several. None where neither is all of it. ``plan`` serves what these cannot."""
     if not x.is_cuda or not _dense(bias):
         return None
     launch = launches.forward(backend, x, weight, bias, activation, False)
     if launch is not None:
         return launch.plan(plan, weight.shape[0])
-    return program(backend, activation, plan, x, weight, bias)
+    return tape(backend, activation, plan, x, weight, bias)
 
 
-def program(
+def tape(
     backend: str,
     activation: str,
     plan: Callable[..., Tensor],
@@ -126,19 +126,19 @@ def program(
         or (x.is_cuda and not fastpath_node.serves_cuda())
     ):
         return None
-    p = Program(3)
+    p = Tape(3)
     given = matrix(p, 0, x), Operand(weight, 1, 1), None if bias is None else Operand(bias, 2, 2)
     shape = (*x.shape[:-1], weight.shape[0])
     made = forward_steps(p, backend, *given, activation, False, shape)
-    return None if made is None else fastpath_node.program(p.spec(made[0]), (x, weight, bias), plan)
+    return None if made is None else fastpath_node.tape(p.spec(made[0]), (x, weight, bias), plan)
 
 
 def _forward(training: Training, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    """The forward's program: x, weight, bias → y, and the pre-activation where it is kept."""
+    """The forward's tape: x, weight, bias → y, and the pre-activation where it is kept."""
     formula = training.formula
     if not viewable(x) or (x.is_cuda and not fastpath_node.serves_cuda()):
         return None
-    p = Program(3)
+    p = Tape(3)
     shape = (*x.shape[:-1], weight.shape[0])
     rows, w = matrix(p, 0, x), Operand(weight, 1, 1)
     b = None if bias is None else Operand(bias, 2, 2)
@@ -158,7 +158,7 @@ def _backward(
     weight: Tensor | None,
     saved: Tensor | None,
 ) -> Any:
-    """The backward's program: dy, x, weight, bias, what was saved → dx, dW, db.
+    """The backward's tape: dy, x, weight, bias, what was saved → dx, dW, db.
 
     dy is contiguous, and all this ran on such tensors.
     """
@@ -166,7 +166,7 @@ def _backward(
         return None
     if (x is not None and not viewable(x)) or (saved is not None and not saved.is_contiguous()):
         return None
-    p = Program(4 if saved is None else 5)
+    p = Tape(4 if saved is None else 5)
     gradient = matrix(p, 0, dy)
     layer = Layer(
         p,
@@ -188,7 +188,7 @@ def _backward(
 
 
 def forward_steps(
-    p: Program,
+    p: Tape,
     backend: str,
     x: Operand,
     weight: Operand,
@@ -254,10 +254,10 @@ def forward_steps(
 
 
 class Layer:
-    """The backward of one layer as steps of a program.
+    """The backward of one layer as steps of a tape.
 
     Args:
-        program: what they are added to.
+        tape: what they are added to.
         names: piece → its backend.
         activation: its name.
         needs: which of dx, dW and db are wanted.
@@ -266,7 +266,7 @@ class Layer:
 
     def __init__(
         self,
-        program: Program,
+        tape: Tape,
         names: Mapping[str, str],
         activation: str,
         needs: Needs,
@@ -274,7 +274,7 @@ class Layer:
         weight: Operand | None,
         saved: Operand | None,
     ) -> None:
-        self._program, self._names = program, names
+        self._tape, self._names = tape, names
         self._activation, self._needs = activation, needs
         self._x, self._weight = x, weight
         self._saved = None if activation == "none" else saved
@@ -299,7 +299,7 @@ class Layer:
 
         (saved, x, weight) = of(self._saved), of(self._x), of(self._weight)
         found: tuple[int | None, int | None, int | None] | None = triton_backward.steps(
-            self._program,
+            self._tape,
             (dy.memory, saved[0], x[0], weight[0]),
             dy.tensor,
             saved[1],
@@ -312,7 +312,7 @@ class Layer:
 
     def _grad_pre(self, dy: Operand) -> tuple[Operand, int | None] | None:
         """dpre, and the number of db."""
-        p, backend, need_db = self._program, self._names["grad_pre"], self._needs[2]
+        p, backend, need_db = self._tape, self._names["grad_pre"], self._needs[2]
         identity = self._activation == "none"
         if identity and not need_db:
             return dy, None
@@ -355,7 +355,7 @@ class Layer:
 
     def _product(self, dpre: Operand, other: Operand, turned: bool) -> int | None:
         """dpre W, or dpreᵀ x where ``turned``."""
-        p, backend = self._program, self._names["grad_weight" if turned else "grad_input"]
+        p, backend = self._tape, self._names["grad_weight" if turned else "grad_input"]
         if backend == "eager":
             return p.product(dpre.number, other.number, a_turned=turned)
         if backend == "onednn":
@@ -374,7 +374,7 @@ class Layer:
         return None
 
 
-def _gemm_in_cpp(p: Program, a: Operand, b: Operand) -> int | None:
+def _gemm_in_cpp(p: Tape, a: Operand, b: Operand) -> int | None:
     """a (M, K) b (K, N) by ``gemm.cpp``, their tensors turned where they are read so; None where
     it does not read them as they lie."""
     (m, k), n = a.tensor.shape, b.tensor.shape[1]
@@ -397,7 +397,7 @@ def viewable(x: Tensor) -> bool:
 
 
 def _numbered(launch: FastpathLaunch, numbers: dict[int, int | None]) -> FastpathLaunch:
-    """The launch with the places of its tensors as numbers of a program's."""
+    """The launch with the places of its tensors as numbers of a tape's."""
     found = []
     for argument, tensor in launch.tensors:
         number = numbers[tensor]

@@ -1,5 +1,5 @@
 """Calls of unequal_linear as the compiled fast path runs and records them: one node for all groups,
-a program for each direction."""
+a tape for each direction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fastlinear.ops.common import fastpath_node
-from fastlinear.ops.common.tape import Program
+from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.unequal_linear import layout
 from fastlinear.ops.unequal_linear.autograd import Formula, Maybe, kernels, used
 
@@ -53,7 +53,7 @@ def plan(
 
 def _forward(formula: Formula, tensors: Maybe, groups: int, grad: bool) -> Any:
     """inputs, weights, biases → the y_g, and the pre-activations where those are kept."""
-    p = Program(len(tensors))
+    p = Tape(len(tensors))
     xs: Any = tensors[:groups]
     weights: Any = tensors[groups : 2 * groups]
     lines = [_lined(p, number, x) for number, x in enumerate(xs)]
@@ -92,7 +92,7 @@ def _backward(
     xs = tensors[:groups]
     first = next(dy for dy in dys if dy is not None)
     given = (*dys, *tensors, *kept)
-    p = Program(len(given))
+    p = Tape(len(given))
     needs = used(needs, dys)
     need_b = needs[2 * groups :] if len(needs) == 3 * groups else [False] * groups
     need_w = [w or b for w, b in zip(needs[groups : 2 * groups], need_b, strict=True)]
@@ -129,14 +129,14 @@ def _backward(
     return p.spec(*results), tuple(pieces)
 
 
-def _lined(p: Program, number: int, t: Tensor | None) -> int | None:
+def _lined(p: Tape, number: int, t: Tensor | None) -> int | None:
     """The number of a given tensor, or of its copy where its rows are not dense at one distance."""
     if t is None:
         return None
     return p.dense(number) if layout.pitch_of(t) is None else number
 
 
-def _dense(p: Program, number: int, t: Tensor | None) -> int | None:
+def _dense(p: Tape, number: int, t: Tensor | None) -> int | None:
     """The number of a given tensor, or of its copy where it is not contiguous."""
     if t is None:
         return None

@@ -1,4 +1,4 @@
-"""Calls of gated_mlp as programs: the very results of the Python path, and no Python.
+"""Calls of gated_mlp as tapes: the very results of the Python path, and no Python.
 
 Without a GPU its kernels are stood in for by PyTorch's ops on the memory that a launch is given:
 what is tested is all around them. With one, the kernels themselves.
@@ -24,7 +24,7 @@ from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.fastpath_launch import FastpathLaunch
-from fastlinear.ops.gated_mlp import bias_sums, cuda, launches, programs
+from fastlinear.ops.gated_mlp import bias_sums, cuda, launches, tape
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP
 from fastlinear.ops.gated_mlp.cuda_plans import Plan
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
@@ -234,7 +234,7 @@ def test_the_elementwise_pass(order: str, save: bool) -> None:
 
 
 @pytest.mark.usefixtures("_stood_in")
-def test_what_no_program_describes_stays_in_python() -> None:
+def test_what_no_tape_describes_stays_in_python() -> None:
     """A copy that comes first, PyTorch's ops instead of a kernel, biases that Triton sums."""
 
     def ran(formula: Formula, given: Sequence[Tensor | None]) -> None:
@@ -287,7 +287,7 @@ def test_calls_without_gradients(order: str) -> None:
             given: Any = draw(shape, order, bias, (False,) * 7, down=down)
             x, weights, biases = given[0], Weights(*given[1:4]), Biases(*given[4:])
             table.clear()
-            plan = programs.inference(backend, "silu", order, fails, x, weights, biases)
+            plan = tape.inference(backend, "silu", order, fails, x, weights, biases)
             assert table.admit(x, weights[:], biases[:], "a", plan)
             run = formula_of(backend, order).run
             expected = run(x.reshape(-1, 16), weights, biases, "silu", order, False)[0]

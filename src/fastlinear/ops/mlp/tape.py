@@ -1,6 +1,6 @@
 """Calls of mlp as the compiled fast path runs them: in training one node for the whole chain.
 
-Where a direction runs layer after layer, its program is that of the layers, one after the other;
+Where a direction runs layer after layer, its tape is that of the layers, one after the other;
 other backends are called from the node. So are layers without gradients.
 """
 
@@ -15,15 +15,15 @@ from torch import Tensor
 from fastlinear.dispatch.select import select
 from fastlinear.ops.common import fastpath_node
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.tape import Program
+from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.linear_act.problem import BACKWARD_PIECES
-from fastlinear.ops.linear_act.programs import Layer, Operand, forward_steps, matrix, viewable
+from fastlinear.ops.linear_act.tape import Layer, Operand, forward_steps, matrix, viewable
 from fastlinear.ops.mlp.autograd import Formula
 from fastlinear.ops.mlp.layerwise import backward_choices
 from fastlinear.ops.mlp.layerwise import problem_of as layer_problem
 from fastlinear.ops.mlp.problem import layer_activations
 from fastlinear.ops.mlp.reference import first_needed
-from fastlinear.ops.mlp.whole_cpp_programs import whole_backward, whole_forward
+from fastlinear.ops.mlp.whole_cpp_tape import whole_backward, whole_forward
 
 NAME = "MlpBackward"
 _LAYERED = ("eager", "layerwise")
@@ -51,7 +51,7 @@ def node(
         return None
     formula = training.formula
 
-    def programmer(
+    def recorder(
         needs: tuple[bool, ...],
         dy: Tensor,
         tensors: tuple[Tensor | None, ...],
@@ -70,7 +70,7 @@ def node(
         tensors,
         formula.forward,
         formula.gradients,
-        programmer,
+        recorder,
         _forward(training, x.detach(), [w.detach() for w in weights], biases),
         (*kinds, last[activation_of(formula.final_activation).saved]),
         (-1,) * len(tensors),  # all are kept: second derivatives start from them
@@ -86,31 +86,31 @@ class Inference:
     backend: str = "layerwise"
 
 
-def program(
+def inference(
     inference: Inference,
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None,
     plan: Callable[..., Tensor],
 ) -> Any:
-    """The fast path's plan for such calls, or None where there is no library of programs, too many
+    """The fast path's plan for such calls, or None where there is no library of tapes, too many
     tensors, or a layer's backend that has no such form. They must have run before; biases are
-    contiguous. ``plan`` serves what the program cannot."""
+    contiguous. ``plan`` serves what the tape cannot."""
     tensors = (x, *weights, *((None,) if biases is None else biases))
     if not fastpath_node.begun() or len(tensors) > fastpath_node.MAX_TENSORS or not _served(x):
         return None
-    p = Program(len(tensors))
+    p = Tape(len(tensors))
     if inference.backend != "layerwise":
         y = _whole(p, inference, x, weights, biases)
     else:
         names = layer_activations(len(weights), inference.activation, inference.final_activation)
         steps = _layers(p, "layerwise", x, weights, biases, names, saving=False)
         y = None if steps is None else steps[0]
-    return None if y is None else fastpath_node.program(p.spec(y), tensors, plan)
+    return None if y is None else fastpath_node.tape(p.spec(y), tensors, plan)
 
 
 def _whole(
-    p: Program,
+    p: Tape,
     inference: Inference,
     x: Tensor,
     weights: Sequence[Tensor],
@@ -146,7 +146,7 @@ def _forward(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None,
 ) -> Any:
-    """The forward's program: x, weights, biases → y, and what each layer's backward reads."""
+    """The forward's tape: x, weights, biases → y, and what each layer's backward reads."""
     formula = training.formula
     layers = formula.layers
     if training.forward == "whole_cpp":
@@ -155,13 +155,13 @@ def _forward(
         return None
     names = layer_activations(layers, formula.activation, formula.final_activation)
     given = None if biases is None else [None if b is None else b.detach() for b in biases]
-    p = Program(1 + layers + (1 if biases is None else layers))
+    p = Tape(1 + layers + (1 if biases is None else layers))
     steps = _layers(p, training.forward, x, weights, given, names, saving=True)
     return None if steps is None else p.spec(steps[0], *steps[1])
 
 
 def _layers(
-    p: Program,
+    p: Tape,
     chain: str,
     x: Tensor,
     weights: Sequence[Tensor],
@@ -201,7 +201,7 @@ def _backward(
     tensors: tuple[Tensor | None, ...],
     kept: tuple[Tensor | None, ...],
 ) -> Any:
-    """The backward's program: dy, x, weights, biases, what was kept → a gradient for each of x,
+    """The backward's tape: dy, x, weights, biases, what was kept → a gradient for each of x,
     weights and biases. All this ran on such tensors."""
     formula = training.formula
     layers = formula.layers
@@ -218,7 +218,7 @@ def _backward(
     x = tensors[0]
     if x is None or not viewable(x):
         return None
-    p = Program(1 + len(tensors) + layers)
+    p = Tape(1 + len(tensors) + layers)
     rows = x.view(-1, x.shape[-1])
     found: list[int | None] = [None] * len(tensors)
     dh = matrix(p, 0, dy)

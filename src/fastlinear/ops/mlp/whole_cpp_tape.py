@@ -1,4 +1,4 @@
-"""Training programs of ``whole_cpp``: one C++ function forward, one backward, without Python."""
+"""Training tapes of ``whole_cpp``: one C++ function forward, one backward, without Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.tape import Program, memories, memory
+from fastlinear.ops.common.tape import Tape, memories, memory
 from fastlinear.ops.mlp import whole_cpp
 from fastlinear.ops.mlp.autograd import Formula
 from fastlinear.ops.mlp.reference import first_needed
@@ -21,12 +21,12 @@ def whole_forward(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None,
 ) -> Any:
-    """The forward's program where one C++ function computes all of it."""
+    """The forward's tape where one C++ function computes all of it."""
     given = [t for t in (x, *weights, *(biases or ())) if t is not None]
     if not all(t.is_contiguous() for t in given):
         return None
     layers = formula.layers
-    p = Program(1 + layers + (1 if biases is None else layers))
+    p = Tape(1 + layers + (1 if biases is None else layers))
     rows = x.shape[:-1].numel()
     hidden = [p.empty((rows, w.shape[0]), x.dtype, 0) for w in weights[:-1]]
     shape = (*x.shape[:-1], weights[-1].shape[0])
@@ -59,12 +59,12 @@ def whole_backward(
     tensors: tuple[Tensor | None, ...],
     kept: tuple[Tensor | None, ...],
 ) -> Any:
-    """The backward's program where one C++ function computes all of it."""
+    """The backward's tape where one C++ function computes all of it."""
     layers, count = formula.layers, len(tensors)
     x, *weights = [t for t in tensors[: 1 + layers] if t is not None]
     if not all(t.is_contiguous() for t in (x, *weights, *(k for k in kept if k is not None))):
         return None
-    p = Program(1 + count + layers)
+    p = Tape(1 + count + layers)
     given = count - 1 - layers
     wanted = [n and (i <= layers or given == layers) for i, n in enumerate(needs)]
     found: list[int | None] = [None] * count

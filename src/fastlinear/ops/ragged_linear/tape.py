@@ -1,7 +1,7 @@
-"""Calls of ragged_linear as the compiled fast path runs and records them: one node, programs of its
+"""Calls of ragged_linear as the compiled fast path runs and records them: one node, tapes of its
 two directions.
 
-What a program does is what the backends do, with the very same launches or C++ functions. The
+What a tape does is what the backends do, with the very same launches or C++ functions. The
 sizes are read at every call: on the device, or by the C++ function, which turns a call with bad
 ones down, so that Python says what is wrong.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from fastlinear.ops.common import fastpath_node
-from fastlinear.ops.common.tape import Program
+from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.grouped_linear.operands import Operand
 from fastlinear.ops.ragged_linear import cpp
 from fastlinear.ops.ragged_linear.formula import Formula, More
@@ -31,14 +31,14 @@ def node(formula: Formula, x: Tensor, weight: Tensor, more: More) -> Any:
     """
     if not fastpath_node.begun():
         return None
-    saved, program = formula.saved, None
+    saved, tape = formula.saved, None
     found = _forward(formula, x, weight, more, saved == "pre")
     if found is not None:
         p, y, pre, sizes = found
         own = (sizes,) if formula.keeps_sizes else ()
-        program = p.spec(y, *own, *(() if saved == "none" else (pre,)))
+        tape = p.spec(y, *own, *(() if saved == "none" else (pre,)))
 
-    def programmer(
+    def recorder(
         needs: tuple[bool, ...],
         dy: Tensor,
         tensors: tuple[Tensor | None, ...],
@@ -52,8 +52,8 @@ def node(formula: Formula, x: Tensor, weight: Tensor, more: More) -> Any:
         (x, weight, *more),
         formula.forward,
         formula.gradients,
-        programmer,
-        program,
+        recorder,
+        tape,
         (*own_kept, *_KEPT[saved]),
         (_ALL, _ALL, 0 if formula.keeps_sizes else _ALL, _ALL),
     )
@@ -68,17 +68,17 @@ def inference(formula: Formula, x: Tensor, weight: Tensor, more: More) -> Any:
     if found is None:
         return None
     p, y, *_ = found
-    return fastpath_node.program(p.spec(y), (x, weight, *more), formula.inference)
+    return fastpath_node.tape(p.spec(y), (x, weight, *more), formula.inference)
 
 
 def _forward(
     formula: Formula, x: Tensor, weight: Tensor, more: More, save_pre: bool
-) -> tuple[Program, int, int | None, int | None] | None:
-    """The forward's program and the numbers of y, the pre-activation and the copy of the sizes;
+) -> tuple[Tape, int, int | None, int | None] | None:
+    """The forward's tape and the numbers of y, the pre-activation and the copy of the sizes;
     None where it cannot be told."""
     if x.is_cuda and not fastpath_node.serves_cuda():
         return None
-    p = Program(_GIVEN)
+    p = Tape(_GIVEN)
     sizes, bias = more
     call = (
         *(p, Operand(x.detach(), 0), Operand(weight.detach(), 1), Operand(sizes, 2)),
@@ -93,11 +93,11 @@ def _forward(
 
 
 def _backward(formula: Formula, needs: tuple[bool, ...], tensors: tuple[Tensor | None, ...]) -> Any:
-    """The backward's program: dy, the call's tensors, what was kept → their gradients.
+    """The backward's tape: dy, the call's tensors, what was kept → their gradients.
 
     All this ran on such tensors.
     """
-    p = Program(len(tensors))
+    p = Tape(len(tensors))
     given = [None if t is None else Operand(t, i) for i, t in enumerate(tensors)]
     dy, x, weight, sizes, _, *kept = given
     if formula.keeps_sizes:

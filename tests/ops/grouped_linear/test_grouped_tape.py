@@ -1,4 +1,4 @@
-"""Calls of grouped_linear as programs: the very results of the Python path, and no Python.
+"""Calls of grouped_linear as tapes: the very results of the Python path, and no Python.
 
 Without a GPU Triton's kernels run under its interpreter, in a process of their own, on the memory
 that a launch is given: what is tested is all around them. With one, the kernels themselves.
@@ -11,13 +11,13 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import program_ways as ways
 import pytest
+import tape_checks as checks
 import torch
 from compiled_nodes import needs_nodes
 from hopper_only import on_hopper
 from interpreted import DEVICE, INTERPRETED, run_interpreted, starts_it
-from program_ways import LAYOUTS, Way, at, compare_inference, draw, formula_of, same, stood
+from tape_checks import LAYOUTS, Way, at, compare_inference, draw, formula_of, same, stood
 from torch import Tensor
 
 import fastlinear as fl
@@ -25,7 +25,7 @@ from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.common.fastpath_launch import FastpathLaunch
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import programs, reference
+from fastlinear.ops.grouped_linear import reference, tape
 from fastlinear.ops.grouped_linear.autograd import GroupedLinear
 from fastlinear.ops.grouped_linear.problem import problem
 from fastlinear.ops.grouped_linear.spec import FRONT
@@ -37,7 +37,7 @@ not_interpreted = pytest.mark.skipif(INTERPRETED, reason="has run already")
 
 @pytest.fixture
 def _driver() -> Iterator[None]:
-    with ways.python_driver():
+    with checks.python_driver():
         yield
 
 
@@ -50,7 +50,7 @@ def test_under_the_interpreter() -> None:
 def _products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As products are written on this device, and as they are on a GPU."""
     if request.param == "into the layout":
-        monkeypatch.setattr(reference, "copied", ways.copied_on_a_gpu)
+        monkeypatch.setattr(reference, "copied", checks.copied_on_a_gpu)
 
 
 @not_interpreted
@@ -185,7 +185,7 @@ def test_what_stays_in_python() -> None:
 
     given = draw("... g k", (3, 20, 36))
     triton._plans.clear()
-    spec = programs._forward("triton", *given, "none", "... g k", False)  # type: ignore[arg-type]
+    spec = tape._forward("triton", *given, "none", "... g k", False)  # type: ignore[arg-type]
     assert spec is None
 
 
@@ -268,8 +268,8 @@ class TestOnHopper:
         for _ in range(3):  # the kind is seen, wanted, known
             run()
         with monkeypatch.context() as watched:
-            watched.setattr(layouts, "blocks", ways.fails)
-            watched.setattr(FRONT, "looked_up", ways.fails)
+            watched.setattr(layouts, "blocks", checks.fails)
+            watched.setattr(FRONT, "looked_up", checks.fails)
             same(run(), expected)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())

@@ -1,4 +1,4 @@
-"""The Triton backend of ragged_linear as programs: the very bits of the Python path, and no Python.
+"""The Triton backend of ragged_linear as tapes: the very bits of the Python path, and no Python.
 
 Without a GPU Triton's kernels run under its interpreter, in a process of their own, on the memory
 that a launch is given: what is tested is all around them. With one, the kernels themselves.
@@ -11,23 +11,21 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import program_ways as ways
 import pytest
+import tape_checks as checks
 import torch
 from interpreted import DEVICE, ON_GPU, compares, run_interpreted, starts_it
-from program_ways import at, fails, same, stood
+from tape_checks import at, fails, same, stood
 from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.ops.common import fastpath, fastpath_node
 from fastlinear.ops.common.fastpath_launch import FastpathLaunch
-from fastlinear.ops.ragged_linear import formula, programs
+from fastlinear.ops.ragged_linear import formula, tape
 from fastlinear.ops.ragged_linear.formula import Formula, Ragged
 from fastlinear.ops.ragged_linear.spec import FRONT
 
-pytestmark = pytest.mark.skipif(
-    fastpath_node.reason_not() is not None, reason="no C++ programs here"
-)
+pytestmark = pytest.mark.skipif(fastpath_node.reason_not() is not None, reason="no C++ tapes here")
 TABLE = "ragged_linear.test"
 Given = list[Tensor | None]
 
@@ -74,7 +72,7 @@ def _launched(monkeypatch: pytest.MonkeyPatch, nodes_built: None) -> Iterator[No
     monkeypatch.setattr(Launch, "__call__", call)
     monkeypatch.setattr(Launch, "in_fastpath", in_fastpath)
     triton._plans.clear()
-    with ways.python_driver():
+    with checks.python_driver():
         yield
         _table().clear()
 
@@ -114,14 +112,14 @@ class Way:
         x, w, b = given
         Ragged.apply(x, w, sizes, b, self.formula)
         _table().clear()
-        plan = programs.node(self.formula, x, w, (sizes, b))  # type: ignore[arg-type]
+        plan = tape.node(self.formula, x, w, (sizes, b))  # type: ignore[arg-type]
         assert plan is not None
         assert _table().admit(x, w, (sizes, b), activation, None, plan)
 
     def compare(
         self, given: Given, sizes: Tensor, others: Sequence[Sequence[int]], patch: Any
     ) -> None:
-        """Once in Python, then by programs alone, which read the sizes of each call."""
+        """Once in Python, then by tapes alone, which read the sizes of each call."""
         x, w, b = given
         wanted = [t for t in given if t is not None and t.requires_grad]
         for python, values in [(True, sizes.tolist()), *((False, other) for other in others)]:
@@ -134,7 +132,7 @@ class Way:
                     watched.setattr(formula.Formula, "forward", fails)
                     watched.setattr(formula.Formula, "gradients", fails)
                 y = _table().call(x, w, (sizes, b), self.formula.activation, None)
-                assert y.grad_fn.name() == programs.NAME
+                assert y.grad_fn.name() == tape.NAME
                 same([y, *torch.autograd.grad(y, wanted, dy)], [expected, *before])
 
 
@@ -144,7 +142,7 @@ def compare_inference(activation: str, given: Given, sizes: Tensor, patch: Any) 
     assert x is not None
     assert w is not None
     expected = own.inference(x, w, (sizes, b))
-    plan = programs.inference(own, x, w, (sizes, b))
+    plan = tape.inference(own, x, w, (sizes, b))
     _table().clear()
     assert _table().admit(x, w, (sizes, b), activation, None, plan)
     with patch.context() as watched:
@@ -161,7 +159,7 @@ OTHERS = ([0, 4, 0], [ROWS // 2, ROWS // 2, 0], [-3, 50, 2])
 @compares
 @pytest.mark.usefixtures("_launched")
 @pytest.mark.parametrize("activation", ["none", "relu", "silu"])
-def test_programs(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tapes(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes of either dtype, dense or not; tensors read in place and ones that are copied."""
     for bias, dtype in itertools.product((True, False), (torch.int32, torch.int64)):
         given = drawn(ROWS, K, N, bias=bias)
