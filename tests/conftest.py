@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastlinear.dispatch import cache, doubt
+from fastlinear.dispatch import cache, confidence
 from fastlinear.ops.common import cpp_build
 
 # Workers compile side by side: no call is to take another backend meanwhile.
@@ -69,7 +69,7 @@ def isolated(
         (folder / "cpp").symlink_to(_BUILDS)
     monkeypatch.setenv("FASTLINEAR_CACHE_DIR", str(folder))
     cache.forget()
-    monkeypatch.setattr(doubt, "load_average", lambda: 0.0)  # others' work decides no test
+    monkeypatch.setattr(confidence, "load_average", lambda: 0.0)  # others' work decides no test
     torch.manual_seed(0)
     precision = torch.get_float32_matmul_precision()
     yield

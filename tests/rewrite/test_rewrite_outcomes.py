@@ -13,7 +13,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.settings import Config
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import backend as registry
-from fastlinear.dispatch import doubt, tune
+from fastlinear.dispatch import confidence, tune
 from fastlinear.profile.capture import profile
 from fastlinear.rewrite import finish, optimize_
 from fastlinear.rewrite.evaluate import measure
@@ -77,7 +77,7 @@ def test_a_busy_machine_leaves_the_whole_step_undecided(
 ) -> None:
     clock({"onednn": 50.0, "after": 50.0})
     monkeypatch.setattr(tune, "doubt_of", lambda *_: "")
-    monkeypatch.setattr(doubt, "load_average", lambda: load)
+    monkeypatch.setattr(confidence, "load_average", lambda: load)
     times = [(100.0, 96.0), (100.0, 98.0), (100.0, 101.0), (100.0, 103.0), (100.0, 104.0)]
     pair = measure.Pair(
         *(

@@ -21,7 +21,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import Backend, family
-from fastlinear.dispatch.doubt import doubt_of, rivals_of
+from fastlinear.dispatch.confidence import doubt_of, rivals_of
 
 BASELINE = "eager"
 _MAX_INPUT_SETS = 64

@@ -15,7 +15,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress
 from fastlinear.core.settings import Config
 from fastlinear.core.timing import Ratio, Samples
-from fastlinear.dispatch.doubt import doubt_of_pair, spread_of
+from fastlinear.dispatch.confidence import doubt_of_pair, spread_of
 from fastlinear.dispatch.tune import BASELINE, Tuned
 from fastlinear.ops.common import cpp_build
 from fastlinear.profile.graph import Observed

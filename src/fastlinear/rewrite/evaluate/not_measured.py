@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastlinear.dispatch.doubt import load_in_words
+from fastlinear.dispatch.confidence import load_in_words
 from fastlinear.ops.common import cpp_build
 from fastlinear.profile.records import Finding
 from fastlinear.rewrite.work import UNDECIDED, Work

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from fastlinear.core.timing import Samples
-from fastlinear.dispatch import cache, doubt
+from fastlinear.dispatch import cache, confidence
 from fastlinear.dispatch import tune as tuning
-from fastlinear.dispatch.doubt import doubt_of, rivals_of
+from fastlinear.dispatch.confidence import doubt_of, rivals_of
 from fastlinear.dispatch.select import select
 from fastlinear.ops import mlp
 from fastlinear.ops.linear_act.problem import problem
@@ -47,8 +47,8 @@ def test_times_that_scatter_are_a_doubt_without_any_rival() -> None:
 def test_a_busy_machine_is_a_doubt(
     load: float | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doubt, "load_average", lambda: load)
-    monkeypatch.setattr(doubt.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(confidence, "load_average", lambda: load)
+    monkeypatch.setattr(confidence.os, "cpu_count", lambda: 2)
     told = doubt_of("eager", of(eager=QUIET))
     assert said in told
     assert bool(told) == bool(said)
@@ -97,7 +97,7 @@ def test_a_noisy_tuning_does_not_replace_the_default_it_could_not_judge(
         return of(**dict.fromkeys(contenders, scaled(3.0)) | {"eager": QUIET, "whole_cpp": whole})
 
     monkeypatch.setattr(tuning, "interleave", interleave)
-    monkeypatch.setattr(doubt, "load_average", lambda: None)
+    monkeypatch.setattr(confidence, "load_average", lambda: None)
     whole = shaken
     found = tuning.tune(p)
     assert (found.best, found.rivals) == ("eager", ("whole_cpp",))
