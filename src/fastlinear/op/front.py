@@ -23,7 +23,7 @@ from fastlinear.dispatch.select import Choice
 from fastlinear.op import library
 from fastlinear.op.spec import Arguments, OpSpec, Resolved, first, leaves, mapped
 from fastlinear.ops.common import calls, fastpath, fastpath_node
-from fastlinear.ops.common.layouts import carried
+from fastlinear.ops.common.tensor_kinds import carried
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _PUBLIC: dict[str, Callable[..., Any]] = {}

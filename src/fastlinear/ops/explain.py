@@ -17,7 +17,7 @@ from fastlinear.ops import (
     ragged_linear,
     unequal_linear,
 )
-from fastlinear.ops.common.layouts import refuse_odd
+from fastlinear.ops.common.tensor_kinds import refuse_odd
 
 
 def explain(

@@ -11,7 +11,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import transforms_active
-from fastlinear.ops.common.layouts import conversion, unlike_strided
+from fastlinear.ops.common.tensor_kinds import conversion, unlike_strided
 
 _NAME = "diagonal_linear"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.layouts import conversion
+from fastlinear.ops.common.tensor_kinds import conversion
 from fastlinear.ops.gated_mlp.stacking import ORDERS, STACKED
 
 KINDS = ("gate", "up", "down")

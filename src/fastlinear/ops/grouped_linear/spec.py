@@ -20,7 +20,7 @@ from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
 from fastlinear.op.step import Step
 from fastlinear.ops import linear_act as single
 from fastlinear.ops.common import calls
-from fastlinear.ops.common.layouts import carried
+from fastlinear.ops.common.tensor_kinds import carried
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference, selection, tape
 from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear

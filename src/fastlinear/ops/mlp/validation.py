@@ -11,7 +11,7 @@ from torch import Tensor
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.layouts import conversion
+from fastlinear.ops.common.tensor_kinds import conversion
 
 _LISTS = "Give a list of tensors (N, K), as nn.Linear holds them, and one of biases (N,) or None."
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.layouts import REMEDY, conversion, unlike_strided
+from fastlinear.ops.common.tensor_kinds import REMEDY, conversion, unlike_strided
 
 BACKENDS = ("cpp", "eager", "triton")
 _INTEGERS = (torch.int32, torch.int64)

@@ -16,7 +16,7 @@ from fastlinear.op.spec import Arguments, OpSpec, Resolved
 from fastlinear.op.step import choose_whole, trained
 from fastlinear.op.timing import Timed
 from fastlinear.ops.common import calls
-from fastlinear.ops.common.layouts import unlike_strided
+from fastlinear.ops.common.tensor_kinds import unlike_strided
 from fastlinear.ops.unequal_linear import tape
 from fastlinear.ops.unequal_linear.autograd import Formula, Maybe, loop, recorded
 from fastlinear.ops.unequal_linear.problem import NAME, problem_of

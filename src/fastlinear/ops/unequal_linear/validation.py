@@ -11,7 +11,7 @@ from torch import Tensor
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.layouts import REMEDY, unlike_strided
+from fastlinear.ops.common.tensor_kinds import REMEDY, unlike_strided
 from fastlinear.ops.unequal_linear.problem import NAME
 
 BACKENDS = ("eager", "together")
