@@ -13,7 +13,7 @@ from torch import Tensor
 import fastlinear as fl
 from fastlinear.ops.common import cpp_gemm as library
 from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.linear_act import cpp_gemm, order, reference
+from fastlinear.ops.linear_act import cpp_gemm, defaults, reference
 from fastlinear.ops.linear_act.problem import problem
 
 _WHY_NOT = library.reason_not()
@@ -164,7 +164,7 @@ def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def taken(piece: str, m: int, k: int = 1024) -> bool:
         p = problem(piece, m, k, 1024, dtype="float32", device="cpu", activation="relu")
-        return order.prefer(p)[0] == "gemm_cpp"
+        return defaults.prefer(p)[0] == "gemm_cpp"
 
     processors = {"amd": ("AMD EPYC", {"avx2"}), "zen4": ("AMD EPYC", {"avx2", "avx512f"})}
     processors["intel"] = ("Intel(R) Xeon(R)", {"avx2", "avx512f"})

@@ -14,7 +14,7 @@ from fastlinear.core.compare import judge
 from fastlinear.dispatch import tables
 from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.select import Choice
-from fastlinear.ops.linear_act import order, padded, padded_problem, reference, selection
+from fastlinear.ops.linear_act import defaults, padded, padded_problem, reference, selection
 from fastlinear.ops.linear_act.problem import problem
 
 SIZES = [(5, 7, 9), (33, 31, 48), (8, 64, 17), (1, 1, 1), (40, 100, 30), (3, 15, 16)]
@@ -138,22 +138,22 @@ def test_it_serves_odd_rows_only() -> None:
 def test_the_default_order_takes_it_where_copies_cost_little() -> None:
     for piece in ("forward", "grad_input", "grad_weight", "backward"):
         first = 1 if piece == "forward" else 0  # before it cuda, where only N is odd
-        assert order.prefer(posed(4096, 4095, 4096, piece))[first] == "padded"
-        assert order.prefer(posed(4096, 4096, 4095, piece))[first] == "padded"
-        assert order.prefer(posed(4096, 4096, 4095, piece))[0] in ("cuda", "padded")
-        assert order.prefer(posed(64, 4095, 4095, piece))[0] != "padded"
-        assert "padded" not in order.prefer(posed(4096, 4096, 4096, piece))
-        assert order.prefer(posed(4096, 1000, 4096, piece))[0] != "padded"
+        assert defaults.prefer(posed(4096, 4095, 4096, piece))[first] == "padded"
+        assert defaults.prefer(posed(4096, 4096, 4095, piece))[first] == "padded"
+        assert defaults.prefer(posed(4096, 4096, 4095, piece))[0] in ("cuda", "padded")
+        assert defaults.prefer(posed(64, 4095, 4095, piece))[0] != "padded"
+        assert "padded" not in defaults.prefer(posed(4096, 4096, 4096, piece))
+        assert defaults.prefer(posed(4096, 1000, 4096, piece))[0] != "padded"
         single = {"dtype": "float32", "precision": "highest"}
-        assert order.prefer(posed(4096, 1000, 4096, piece, **single))[first] == (
+        assert defaults.prefer(posed(4096, 1000, 4096, piece, **single))[first] == (
             "padded" if piece == "forward" else "pieces" if piece == "backward" else "eager"
         )
-        assert order.prefer(posed(256, 4095, 4095, piece, **single))[0] != "padded"
-        few = order.prefer(posed(64, 4095, 4095, piece, **single))
+        assert defaults.prefer(posed(256, 4095, 4095, piece, **single))[0] != "padded"
+        few = defaults.prefer(posed(64, 4095, 4095, piece, **single))
         assert ("triton" in few) is (piece == "backward")
-    assert order.prefer(posed(512, 1021, 1021))[0] != "padded"
-    assert order.prefer(posed(512, 1021, 1021, captured=True))[1] == "padded"
-    assert order.prefer(posed(64, 1021, 1021))[0] == "triton"
+    assert defaults.prefer(posed(512, 1021, 1021))[0] != "padded"
+    assert defaults.prefer(posed(512, 1021, 1021, captured=True))[1] == "padded"
+    assert defaults.prefer(posed(64, 1021, 1021))[0] == "triton"
 
 
 def test_measurements_of_whole_multiples_say_nothing_of_other_lengths() -> None:

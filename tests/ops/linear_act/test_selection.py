@@ -16,7 +16,7 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.tune import tune
 from fastlinear.ops.common import fastpath_node
-from fastlinear.ops.linear_act import backends, cuda, order, reference, triton_config
+from fastlinear.ops.linear_act import backends, cuda, defaults, reference, triton_config
 from fastlinear.ops.linear_act import problem as posed
 from fastlinear.ops.linear_act.autograd import backward_of
 from fastlinear.ops.linear_act.selection import choices_of, problem_of, tuning_order
@@ -267,9 +267,9 @@ def test_amds_processors_have_an_order_of_their_own(
     p = posed.problem(
         piece, *sizes, dtype=dtype, device="cpu", activation=activation, precision="highest"
     )
-    for own in (order.cpp_half, order.cpp_gemm):  # whatever this one is
+    for own in (defaults.cpp_half, defaults.cpp_gemm):  # whatever this one is
         monkeypatch.setattr(own, "pays", lambda _: False)
     for name, first in (("AMD EPYC", amd), ("Graviton", other)):
         monkeypatch.setattr(device_module, "cpu_name", lambda name=name: name)
-        monkeypatch.setattr(order.cpp, "cpu_name", lambda name=name: name)
+        monkeypatch.setattr(defaults.cpp, "cpu_name", lambda name=name: name)
         assert backends.FAMILY.prefer(p)[0] == first, name

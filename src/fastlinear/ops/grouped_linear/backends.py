@@ -31,7 +31,7 @@ from fastlinear.ops.grouped_linear import (
     wide_backward,
 )
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear.preferences import prefer
+from fastlinear.ops.grouped_linear.defaults import prefer
 from fastlinear.ops.grouped_linear.problem import NAME, PIECES, SPACE, STEP, problem, tokens_of
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]

@@ -29,7 +29,7 @@ from fastlinear.ops.mlp import (
     whole_cuda,
     whole_triton,
 )
-from fastlinear.ops.mlp.order_cuda import inference_order
+from fastlinear.ops.mlp.defaults import inference_order
 from fastlinear.ops.mlp.problem import NAME, PIECES, SPACE, STEP, activations_of, problem, widths_of
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]

@@ -12,7 +12,7 @@ from benchmarks.contenders import mlp as chains
 from benchmarks.harness.case import Case
 from benchmarks.harness.rows import read_rows
 from fastlinear.core.problem import Problem
-from fastlinear.ops.mlp.order_cuda import inference_order
+from fastlinear.ops.mlp.defaults import inference_order
 
 GRID = Path(__file__).parents[3] / "results/nvidia-h200/overhead.jsonl.gz"
 

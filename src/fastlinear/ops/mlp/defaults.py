@@ -1,7 +1,7 @@
 """The analytic order of a chain's backends on a GPU in inference, where no measurement covers it.
 
 Read off the H200's grid of 1120 measurements (``results/nvidia-h200/overhead.jsonl.gz``), which
-``tests/ops/mlp/test_mlp_order.py`` holds it to. Backends that cannot serve are passed over.
+``tests/ops/mlp/test_mlp_defaults.py`` holds it to. Backends that cannot serve are passed over.
 """
 
 from __future__ import annotations
