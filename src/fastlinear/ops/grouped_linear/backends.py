@@ -26,8 +26,8 @@ from fastlinear.ops.grouped_linear import (
     resident,
     strips,
     strips_backward,
+    torch_backends,
     triton_config,
-    ways,
     wide_backward,
 )
 from fastlinear.ops.grouped_linear import layout as layouts
@@ -80,7 +80,7 @@ _WIDE_BACKWARD_SOURCES = (
 )
 _PIECES_SOURCES = (
     *("autograd.py", "tape.py", "operands.py", "eager.py"),
-    *("reference.py", "ways.py", "triton_backward.py"),
+    *("reference.py", "torch_backends.py", "triton_backward.py"),
     *(f"../common/{name}" for name in ("fastpath_node.h", "tape.h", "fastpath_launch.py")),
     *("triton_wide.py", "triton_wide_kernels.py", *_STRIPS_SOURCES, *_STRIPS_BACKWARD_SOURCES),
     *_RESIDENT_SOURCES,
@@ -285,10 +285,28 @@ FAMILY = register_family(
                 Backend(NAME, piece, "cpp", f"{_HERE}.cpp:{piece}", cpp.reason_not, _CPP_SOURCES)
                 for piece in PIECES
             ),
-            Backend(NAME, "forward", "baddbmm", f"{_HERE}.ways:baddbmm_forward", _always),
-            Backend(NAME, "forward", "loop", f"{_HERE}.ways:loop_forward", ways.reason_not_loop),
-            Backend(NAME, "backward", "loop", f"{_HERE}.ways:loop_backward", ways.reason_not_loop),
-            Backend(NAME, "forward", "conv", f"{_HERE}.ways:conv_forward", ways.reason_not_conv),
+            Backend(NAME, "forward", "baddbmm", f"{_HERE}.torch_backends:baddbmm_forward", _always),
+            Backend(
+                NAME,
+                "forward",
+                "loop",
+                f"{_HERE}.torch_backends:loop_forward",
+                torch_backends.reason_not_loop,
+            ),
+            Backend(
+                NAME,
+                "backward",
+                "loop",
+                f"{_HERE}.torch_backends:loop_backward",
+                torch_backends.reason_not_loop,
+            ),
+            Backend(
+                NAME,
+                "forward",
+                "conv",
+                f"{_HERE}.torch_backends:conv_forward",
+                torch_backends.reason_not_conv,
+            ),
         ),
         prefer=prefer,
         make_inputs=_make_inputs,
