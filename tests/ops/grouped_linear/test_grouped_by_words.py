@@ -9,7 +9,7 @@ import bad_numbers
 import nvrtc_offline as offline
 import pytest
 import test_grouped_resident as forward
-import test_grouped_signs_boxes as of_signs
+import test_grouped_sign_mask_boxes as of_signs
 import test_grouped_wide_backward as backward
 import torch
 from hopper_only import hopper_tests
@@ -18,7 +18,7 @@ import fastlinear as fl
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import resident, resident_config, signs
+from fastlinear.ops.grouped_linear import resident, resident_config, sign_mask
 from fastlinear.ops.grouped_linear import wide_backward as wide
 from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear
 from fastlinear.ops.grouped_linear.group_map import by_words, has_results, is_seen, strides_of
@@ -87,7 +87,7 @@ class TestOnHopper:
                 backward.check(given, activation, needs, order=order)
 
     @pytest.mark.parametrize("order", ["tokens", "groups"])
-    @pytest.mark.parametrize("activation", signs.ACTIVATIONS)
+    @pytest.mark.parametrize("activation", sign_mask.ACTIVATIONS)
     def test_signs(self, activation: str, order: str) -> None:
         for dtype in (torch.bfloat16, torch.float16):
             for sizes in ((8, 100, 200), (4, 250, 150), (4, 150, 66)):

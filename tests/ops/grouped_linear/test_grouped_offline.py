@@ -14,7 +14,7 @@ from torch import Tensor
 from triton_offline import FLOATS, Recorded, assert_fits, dumped, recorder
 
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import signs, triton_config, triton_tensors
+from fastlinear.ops.grouped_linear import sign_mask, triton_config, triton_tensors
 from fastlinear.ops.grouped_linear import triton as products
 from fastlinear.ops.grouped_linear import triton_backward as whole
 
@@ -153,9 +153,9 @@ def test_signs(
     on(arch, monkeypatch)
     x = tokens(4096, 100, size, torch.bfloat16, "channels")
     weight = torch.empty(100, size, size, dtype=torch.bfloat16, device="meta")
-    place = signs.place_for(x, weight, "relu", "channels", "triton", "triton")
+    place = sign_mask.place_for(x, weight, "relu", "channels", "triton", "triton")
     assert place is not None
-    _, kept = products.forward(x, weight, None, "relu", False, "channels", signs=place)
+    _, kept = products.forward(x, weight, None, "relu", False, "channels", sign_mask=place)
     compiled = fitting(launches[0], arch)
     assert arch != 90 or "SHFL" not in dumped(compiled, "--dump-sass")
     assert kept is not None

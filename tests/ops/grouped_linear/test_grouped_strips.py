@@ -213,23 +213,23 @@ def test_weights_are_staged_where_there_is_room() -> None:
     assert finished(100, 100, 100, aligned=False) == StripsConfig(2, 5, 4, 4, 1, 0, True)
     assert finished(100, 100, 200) == StripsConfig(2, 7, 4, 3, 1, 80000, True)  # one y less
     assert finished(64, 64, 64) == StripsConfig(4, 1, 3, 3, 2)  # no room, no registers
-    for signs in (False, True):
+    for sign_mask in (False, True):
         for features in range(8, 132, 4):
-            made = configs.strips_config(32, features, features, False, signs)
+            made = configs.strips_config(32, features, features, False, sign_mask)
             if made is not None:
-                made = configs.finished(made, features, features, False, signs)
-                assert configs.fits(made, features, features, False, signs)
+                made = configs.finished(made, features, features, False, sign_mask)
+                assert configs.fits(made, features, features, False, sign_mask)
                 assert made.outs >= 2
 
 
-@pytest.mark.parametrize("signs", [False, True])
-def test_what_is_mixed_does_not_spill(signs: bool) -> None:
+@pytest.mark.parametrize("sign_mask", [False, True])
+def test_what_is_mixed_does_not_spill(sign_mask: bool) -> None:
     for features in (32, 40, 48, 56, 72, 80, 100, 112, 120, 128):
-        config = configs.strips_config(32, features, features, False, signs)
+        config = configs.strips_config(32, features, features, False, sign_mask)
         assert config is not None
-        config = configs.finished(config, features, features, False, signs)
+        config = configs.finished(config, features, features, False, sign_mask)
         assert config.mixed, features
-        how = features, features, "relu", True, False, config, False, signs
+        how = features, features, "relu", True, False, config, False, sign_mask
         kernel = offline.usage(strips.source(torch.bfloat16, *how), "strips.cu")[strips.KERNEL]
         assert kernel.frame == 0, (features, kernel)
         check_registers(config, kernel.registers)

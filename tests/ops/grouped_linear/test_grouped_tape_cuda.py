@@ -27,7 +27,7 @@ from fastlinear.ops.grouped_linear import (
     one_pass,
     reference,
     resident,
-    signs,
+    sign_mask,
     strips,
     strips_backward,
     strips_tiles,
@@ -108,7 +108,7 @@ def signs_kernel(
     names: tuple[str, str] = ("strips", "strips"),
 ) -> Any:
     """y, and its signs where the pre-activation would be."""
-    place = signs.place_for(x, weight, activation, order, *names)
+    place = sign_mask.place_for(x, weight, activation, order, *names)
     assert place is not None
     y_like = layouts.empty((*x.shape[:3], weight.shape[1]), order, x, x.dtype)
     strip = forward_kernel(x, weight, bias, activation, False, order)
@@ -167,14 +167,14 @@ def backward_kernels(self: Any, given: Sequence[Any], wide: bool) -> list[Any]:
         if not wide and saved is not None:
             assert maps[1] == pointers[4]
         read = [at(maps[i], t) for i, t in enumerate((dy, saved, x))]
-        if signs.are_signs(read[1]):
+        if sign_mask.is_sign_mask(read[1]):
             kept: Any = read[1]
             if wide:
                 assert maps[1] == a[8]
-                boxes: Any = signs.Boxes(*x.shape[:3], weight.shape[1])
+                boxes: Any = sign_mask.Boxes(*x.shape[:3], weight.shape[1])
                 read[1] = boxes.unpacked(kept, x.dtype, order)
             else:
-                place = signs.Place.of(kept, order, *x.shape[1:3], weight.shape[1])
+                place = sign_mask.Place.of(kept, order, *x.shape[1:3], weight.shape[1])
                 read[1] = place.unpacked(kept, x.dtype)
         dx, dw, db = reference.backward(*read, at(pointers[0], weight), activation, needs, order)  # type: ignore[arg-type]
         if dx is not None:
@@ -210,9 +210,9 @@ def _stood_in(_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, Stood)
 
     stand(strips, "Strips", lambda _, given: [forward_kernel(*given[:6])])
-    stand(strips, "StripsWithSigns", lambda _, given: [signs_kernel(*given[:6])])
+    stand(strips, "StripsWithSignMask", lambda _, given: [signs_kernel(*given[:6])])
     stand(resident, "Resident", lambda _, given: [resident_kernel(*given[:6])])
-    stand(resident, "ResidentWithSigns", lambda _, given: [resident_signs_kernel(*given[:6])])
+    stand(resident, "ResidentWithSignMask", lambda _, given: [resident_signs_kernel(*given[:6])])
     stand(strips_backward, "StripsBackward", partial(backward_kernels, wide=False))
     stand(wide_backward, "WideBackward", partial(backward_kernels, wide=True))
     for module in (one_launch, one_pass):
@@ -256,7 +256,7 @@ def test_strips(layout: str, activation: str) -> None:
 def test_strips_keep_signs(layout: str, activation: str) -> None:
     for bias, tokens in itertools.product((True, False), ((2, 16), (5, 160))):
         given: list[Any] = draw(layout, (4, 100, 52), tokens, bias=bias, **BF16)
-        compare_signs(given, ("strips", "strips"), activation, layout)
+        compare_sign_mask(given, ("strips", "strips"), activation, layout)
 
 
 @pytest.mark.usefixtures("_stood_in")
@@ -265,12 +265,14 @@ def test_strips_keep_signs(layout: str, activation: str) -> None:
 def test_resident_keeps_signs(layout: str, activation: str) -> None:
     for bias, tokens in itertools.product((True, False), ((2, 16), (5, 160))):
         given: list[Any] = draw(layout, (2, 144, 200), tokens, bias=bias, **BF16)
-        compare_signs(given, ("resident", "wide"), activation, layout)
+        compare_sign_mask(given, ("resident", "wide"), activation, layout)
 
 
-def compare_signs(given: list[Any], names: tuple[str, str], activation: str, layout: str) -> None:
+def compare_sign_mask(
+    given: list[Any], names: tuple[str, str], activation: str, layout: str
+) -> None:
     plain = formula_of(*names, activation, layout)
-    kept = replace(plain, signs=place_of(given, activation, layout, names))
+    kept = replace(plain, sign_mask=place_of(given, activation, layout, names))
     Way(kept, given).compare(given)
     wanted = [t for t in given if t is not None]
     dy: Any = None
@@ -291,7 +293,7 @@ def place_of(
     x, weight, _ = given
     rows = layouts.blocks(x, layout, weight.shape[0], weight.shape[2])
     order = layouts.order_of(layout, x.shape)
-    place = signs.place_for(rows, weight, activation, order, *names)
+    place = sign_mask.place_for(rows, weight, activation, order, *names)
     assert place is not None
     return place
 
@@ -301,7 +303,7 @@ def test_signs_serve_second_derivatives_and_a_second_backward() -> None:
     layout = "... (g k)"
     given: list[Any] = draw(layout, (4, 100, 52), **BF16)
     plain = formula_of("strips", "strips", "relu", layout)
-    way = Way(replace(plain, signs=place_of(given, "relu", layout)), given)
+    way = Way(replace(plain, sign_mask=place_of(given, "relu", layout)), given)
     dy = torch.randn(3, 16, 208, dtype=torch.bfloat16)
     first = torch.autograd.grad(y := way(given), given, dy, retain_graph=True)
     checks.same(torch.autograd.grad(y, given, dy, create_graph=True), ways_of_torch(given, dy))

@@ -235,8 +235,8 @@ def test_what_it_serves() -> None:
     assert not wide.serves(narrow, None, narrow, weight[:, :128, :128].contiguous(), "tokens")
     both = torch.zeros(2, 6, 2, 200, dtype=torch.bfloat16)
     assert not wide.serves(both, None, both, weight, "tokens")
-    signs = torch.zeros(1, 2, 1, 4, 4, 32, 4, dtype=torch.uint8)
-    assert wide.serves(x, signs, x, weight, "tokens")
+    sign_mask = torch.zeros(1, 2, 1, 4, 4, 32, 4, dtype=torch.uint8)
+    assert wide.serves(x, sign_mask, x, weight, "tokens")
     for length, served in ((16, True), (12, False)):  # rows of 32 bytes, of 24
         turned = torch.zeros(3, 2, 200, length, dtype=torch.bfloat16).permute(0, 3, 1, 2)
         assert wide.serves(turned, turned, turned, weight, "channels") == served

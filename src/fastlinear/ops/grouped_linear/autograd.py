@@ -14,7 +14,7 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
-from fastlinear.ops.grouped_linear.signs import SIGNS, AnyPlace, are_signs
+from fastlinear.ops.grouped_linear.sign_mask import SIGNS, AnyPlace, is_sign_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Formula:
         forward_name, backward_name: the backends of the two pieces.
         run: the forward's backend.
         backward: the backward's backend.
-        signs: where those of y are, if they are what these two keep.
+        sign_mask: where the signs of y are, if they are what these two keep.
     """
 
     activation: str
@@ -36,7 +36,7 @@ class Formula:
     backward_name: str
     run: Callable[..., Any]
     backward: Callable[..., Any]
-    signs: AnyPlace | None = None
+    sign_mask: AnyPlace | None = None
 
     @property
     def saved(self) -> str:
@@ -44,7 +44,7 @@ class Formula:
 
         Second derivatives start from x, weight and bias alone.
         """
-        return activation_of(self.activation).saved if self.signs is None else SIGNS
+        return activation_of(self.activation).saved if self.sign_mask is None else SIGNS
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
@@ -54,9 +54,9 @@ class Formula:
         order = layouts.order_of(self.layout, x.shape)
         rows = layouts.blocks(x, self.layout, groups, k)
         how = self.activation, self.saved == "pre", order
-        if self.signs is not None:
-            y, signs = self.run(rows, weight, bias, *how, signs=self.signs)
-            return layouts.result(y, self.layout, x.shape), signs
+        if self.sign_mask is not None:
+            y, sign_mask = self.run(rows, weight, bias, *how, sign_mask=self.sign_mask)
+            return layouts.result(y, self.layout, x.shape), sign_mask
         y, pre = self.run(rows, weight, bias, *how)
         y = layouts.result(y, self.layout, x.shape)
         return y, None if pre is None else layouts.unblocked(pre, self.layout, x.shape)
@@ -128,7 +128,7 @@ def run_backward(
     order = layouts.order_of(layout, x.shape)
     rows = layouts.blocks(x, layout, groups, k)
     tokens = rows.shape[:3]
-    if saved is not None and not are_signs(saved):
+    if saved is not None and not is_sign_mask(saved):
         saved = layouts.blocks(saved, layout, groups, n).reshape(*tokens, n)
     grad = layouts.blocks(dy.resolve_neg(), layout, groups, n).reshape(*tokens, n)
     dx, dw, db = run(grad, saved, rows, weight, activation, needs, order)

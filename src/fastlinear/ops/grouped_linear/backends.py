@@ -39,7 +39,7 @@ __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 _HERE = "fastlinear.ops.grouped_linear"
 _TRITON_SOURCES = (
     *("triton.py", "triton_kernels.py", "triton_tiles.py", "triton_config.py"),
-    *("triton_tensors.py", "triton_backward_kernels.py", "layout.py", "signs.py"),
+    *("triton_tensors.py", "triton_backward_kernels.py", "layout.py", "sign_mask.py"),
     *("../common/activations_triton.py", "../common/triton_launch.py", "../common/early_launch.py"),
 )
 _CPP_SOURCES = (
@@ -50,7 +50,7 @@ _CPP_SOURCES = (
 )
 _STRIPS_SHARED = (
     *("strips_tiles.py", "strips_tiles.h", "strips_instructions.h"),
-    *("signs.py", "strips_signs.h", "derivatives.h"),
+    *("sign_mask.py", "strips_sign_mask.h", "derivatives.h"),
     *("../common/hopper_words.h", "../common/cuda_activations.h", "layout.py"),
 )
 _STRIPS_SOURCES = (

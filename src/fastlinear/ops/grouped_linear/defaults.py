@@ -19,7 +19,7 @@ from fastlinear.ops.grouped_linear import (
     wide_backward_config,
 )
 from fastlinear.ops.grouped_linear.problem import STEP, tokens_of
-from fastlinear.ops.grouped_linear.signs import ACTIVATIONS, has_place
+from fastlinear.ops.grouped_linear.sign_mask import ACTIVATIONS, has_place
 
 _TOKENS_ONE_BY_ONE = 768
 _FEW_TOKENS = 1 << 12  # of all groups: no more than that is too few for kernels that keep weights
@@ -47,7 +47,7 @@ def prefer(p: Problem) -> tuple[str, ...]:
         return _prefer_backward(p)
     if _worth_words(p):
         return ("resident", "triton", "eager")
-    if _worth_strips(p) or _keeps_signs(p):
+    if _worth_strips(p) or _keeps_sign_mask(p):
         return ("strips", "triton", "eager")
     widest, least = max(p.dim("K"), p.dim("N")), min(p.dim("K"), p.dim("N"))
     if widest <= 128 and (least <= 112 or p.dtype == "float32"):
@@ -217,7 +217,7 @@ def _worth_strips_backward(p: Problem) -> bool:
     return tokens >= _least_tokens(k, n, *least) and _fills_strips(p)
 
 
-def _keeps_signs(p: Problem) -> bool:
+def _keeps_sign_mask(p: Problem) -> bool:
     """Whether a training call keeps a bit for each output, which costs its forward a twentieth and
     saves its backward a pass over the outputs."""
     if not p.needs_grad or p.dtype == "float32" or p.option("activation") not in ACTIVATIONS:

@@ -15,7 +15,7 @@ from fastlinear.ops.common import hopper
 from fastlinear.ops.common.fastpath_launch import prepared
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.operands import Forward
-from fastlinear.ops.grouped_linear.signs import AnyPlace
+from fastlinear.ops.grouped_linear.sign_mask import AnyPlace
 
 TENSORS = ("x", "weight", "bias", "y", "pre")
 """Of a launch; pre may be the signs of y in its place."""
@@ -96,7 +96,7 @@ def results(
     save_pre: bool,
     order: str,
     config: Any,
-    signs: AnyPlace | None = None,
+    sign_mask: AnyPlace | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y and the pre-activation, signs of y or None, by a launch kept for tensors of this kind.
 
@@ -112,7 +112,7 @@ def results(
         plan = _plans[key] = make(x, weight, bias, *how)
     y = layouts.empty((*x.shape[:3], n), order, x, x.dtype)
     pre = torch.empty_like(y) if save_pre else None
-    if signs is not None:
-        pre = x.new_empty(signs.shape, dtype=torch.uint8)
+    if sign_mask is not None:
+        pre = x.new_empty(sign_mask.shape, dtype=torch.uint8)
     plan(x, weight, bias, y, pre)
     return y, pre

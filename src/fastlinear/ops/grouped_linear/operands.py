@@ -14,7 +14,7 @@ from torch import Tensor
 from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.reference import Needs
-from fastlinear.ops.grouped_linear.signs import AnyPlace
+from fastlinear.ops.grouped_linear.sign_mask import AnyPlace
 
 Numbers = tuple[int | None, int | None, int | None]
 """dx, dW and db among a tape's tensors, None where not wanted."""
@@ -40,7 +40,7 @@ class Forward:
     Attributes:
         shape: of y as the user sees it.
         save_pre: whether the pre-activation is a result as well.
-        signs: where those of y are, if they are a result as well.
+        sign_mask: where the signs of y are, if they are a result as well.
     """
 
     tape: Tape
@@ -51,7 +51,7 @@ class Forward:
     save_pre: bool
     order: str
     shape: tuple[int, ...]
-    signs: AnyPlace | None = None
+    sign_mask: AnyPlace | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -68,8 +68,8 @@ class Forward:
         """New tensors for y and, where one is wanted, the pre-activation or the signs."""
         p, dtype = self.tape, self.x.tensor.dtype
         y = p.empty(self.shape, dtype, self.x.number)
-        if self.signs is not None:
-            return y, p.empty(self.signs.shape, torch.uint8, self.x.number)
+        if self.sign_mask is not None:
+            return y, p.empty(self.sign_mask.shape, torch.uint8, self.x.number)
         return y, p.empty(self.shape, dtype, self.x.number) if self.save_pre else None
 
     def like_y(self) -> Tensor:

@@ -9,9 +9,9 @@
 //
 // Macros from the host, besides those of the headers: K N, of a group; PARTS; WEIGHTS parts' weights
 // in shared memory; STAGES boxes of the ring; OUT_BUFS staging buffers of a warp; HAS_BIAS; SAVE 1:
-// the pre-activation is written beside y, to `kept`; SIGNS 1: the signs of y are (signs.py, `Boxes`). With
-// CHANNELS boxes of x are read turned and those of y written turned, by a warpgroup together: a row of
-// 64 tokens is 16 of each warp.
+// the pre-activation is written beside y, to `kept`; SIGNS 1: the signs of y are (sign_mask.py,
+// `Boxes`). With CHANNELS boxes of x are read turned and those of y written turned, by a warpgroup
+// together: a row of 64 tokens is 16 of each warp.
 
 constexpr int K_BOXES = (K + 63) / 64;
 constexpr int W_BYTES = K_BOXES * B_BYTES;

@@ -36,7 +36,7 @@ from fastlinear.ops.grouped_linear.resident_config import (
     resident_config,
     shared_bytes,
 )
-from fastlinear.ops.grouped_linear.signs import Boxes
+from fastlinear.ops.grouped_linear.sign_mask import Boxes
 from fastlinear.ops.grouped_linear.strips_tiles import ordinal
 
 KERNEL = "grouped_linear_resident"
@@ -53,13 +53,13 @@ def source(
     save_pre: bool,
     config: ResidentConfig,
     channels: bool = False,
-    signs: bool = False,
+    sign_mask: bool = False,
 ) -> str:
     """The complete CUDA C++ source of one specialisation.
 
     Args:
         channels: whether these come first.
-        signs: whether those of y are written.
+        sign_mask: whether the signs of y are written.
     """
     # products() of the shared headers: 64 tokens of each of two warpgroups that take turns
     shape = {"BM": TOKENS, "PINGPONG": 1, "GROUP_M": 1, "CLUSTER": 1}
@@ -73,7 +73,7 @@ def source(
         "HAS_BIAS": int(has_bias),
         "SAVE": int(save_pre),
         "CHANNELS": int(channels),
-        "SIGNS": int(signs),
+        "SIGNS": int(sign_mask),
     }
     header, macros = _HERE / "wide_instructions.h", {**shape, **own}
     text = hopper.device_source(header, macros, config.outputs, dtype, activation, channels, False)
@@ -90,10 +90,10 @@ def _kernel(
     save_pre: bool,
     config: ResidentConfig,
     channels: bool,
-    signs: bool,
+    sign_mask: bool,
     device: int,
 ) -> driver.Kernel:
-    text = source(dtype, k, n, activation, has_bias, save_pre, config, channels, signs)
+    text = source(dtype, k, n, activation, has_bias, save_pre, config, channels, sign_mask)
     cubin = driver.compile_cubin(text, "resident.cu", hopper.ARCH)
     return driver.Kernel(cubin, KERNEL, shared_bytes(config, k), device)
 
@@ -134,7 +134,7 @@ def forward(
     order: str,
     *,
     config: ResidentConfig | None = None,
-    signs: Boxes | None = None,
+    sign_mask: Boxes | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(x_g W_gᵀ + b_g) in one kernel, float32 accumulation, deterministic.
 
@@ -146,7 +146,7 @@ def forward(
         save_pre: also return the pre-activation.
         order: how the results lie in memory, a name in ``layout.ORDERS``.
         config: launch configuration; None picks ``resident_config``.
-        signs: where those of y are, which are then returned in place of the pre-activation.
+        sign_mask: where the signs of y are, which are then returned in place of the pre-activation.
 
     Returns:
         y (B, L, G, N) in x's dtype; the pre-activation likewise, signs as ``Boxes`` says, or None.
@@ -156,12 +156,12 @@ def forward(
         from fastlinear.ops.grouped_linear import triton
 
         y, pre = triton.forward(x, weight, bias, activation, save_pre, order)
-        return y, pre if signs is None else signs.packed(y, activation)
+        return y, pre if sign_mask is None else sign_mask.packed(y, activation)
     if config is None:
         config = resident_config(k, n)
         assert config is not None
-    make = Resident if signs is None else ResidentWithSigns
-    return results(make, x, weight, bias, activation, save_pre, order, config, signs)
+    make = Resident if sign_mask is None else ResidentWithSignMask
+    return results(make, x, weight, bias, activation, save_pre, order, config, sign_mask)
 
 
 def forward_steps(call: Forward) -> tuple[int, int | None] | None:
@@ -173,11 +173,11 @@ def forward_steps(call: Forward) -> tuple[int, int | None] | None:
     if not serves(x, weight, bias, call.order):
         from fastlinear.ops.grouped_linear import triton
 
-        return None if call.signs is not None else triton.forward_steps(call)
+        return None if call.sign_mask is not None else triton.forward_steps(call)
     config = resident_config(weight.shape[2], weight.shape[1])
     assert config is not None
     how = call.activation, call.save_pre, call.order, config
-    make = Resident if call.signs is None else ResidentWithSigns
+    make = Resident if call.sign_mask is None else ResidentWithSignMask
     return make(x, weight, bias, *how).steps(call)
 
 
@@ -217,7 +217,7 @@ class Resident(OneLaunch):
         self._prepare(kernel, hopper.THREADS, blocks, maps, numbers)
 
 
-class ResidentWithSigns(Resident):
+class ResidentWithSignMask(Resident):
     """The same that has the signs of y as a result."""
 
     MAPS = ("x", "weight", "y", "y")

@@ -25,7 +25,7 @@ from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference, selection, tape
 from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear
 from fastlinear.ops.grouped_linear.problem import NAME, STEP
-from fastlinear.ops.grouped_linear.signs import place_for
+from fastlinear.ops.grouped_linear.sign_mask import place_for
 from fastlinear.ops.grouped_linear.validation import validate
 
 LAYOUT_OF = {"tokens": "... g k", "groups": "g ... k", "channels": "b g k ..."}
@@ -73,8 +73,8 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     run, backward = (c.backend for c in chosen[:2])
     order = chosen[0].problem.option("order")
     names = run.name, backward.name
-    signs = place_for(_rows(x, weight, layout), weight, activation, order, *names)
-    formula = Formula(activation, layout, *names, run.load(), backward.load(), signs)
+    sign_mask = place_for(_rows(x, weight, layout), weight, activation, order, *names)
+    formula = Formula(activation, layout, *names, run.load(), backward.load(), sign_mask)
     plan = _training(formula)
     record = None if calls.is_captured(x) else partial(tape.node, formula)
     return Resolved(plan, plan, record)

@@ -1,6 +1,6 @@
 // y = act(x W^T + b) of many narrow groups, for Hopper: strips of groups side by side. The texts of
-// strips_instructions.h, strips_tiles.h, cuda_activations.h, derivatives.h and strips_signs.h stand before this
-// one.
+// strips_instructions.h, strips_tiles.h, cuda_activations.h, derivatives.h and strips_sign_mask.h
+// stand before this one.
 //
 // A strip is P groups whose columns lie together in memory, so that its part of a row of x, and of y,
 // begins and ends at 16 bytes though that of one group may not. One warp has tiles of ROWS tokens

@@ -21,7 +21,7 @@ from fastlinear.ops.grouped_linear import strips_float32 as float32
 from fastlinear.ops.grouped_linear import strips_tiles
 from fastlinear.ops.grouped_linear.one_launch import OneLaunch, results
 from fastlinear.ops.grouped_linear.operands import Forward
-from fastlinear.ops.grouped_linear.signs import AnyPlace, Place
+from fastlinear.ops.grouped_linear.sign_mask import AnyPlace, Place
 from fastlinear.ops.grouped_linear.strips_config import (
     StripsConfig,
     finished,
@@ -60,7 +60,7 @@ def source(
     save_pre: bool,
     config: StripsConfig,
     shared: bool = False,
-    signs: bool = False,
+    sign_mask: bool = False,
 ) -> str:
     """The complete CUDA C++ source of one specialisation."""
     macros = {
@@ -79,11 +79,11 @@ def source(
         "SERVICE_REGISTERS": SERVICE_REGISTERS,
         "HAS_BIAS": int(has_bias),
         "SAVE_PRE": int(save_pre),
-        "SIGNS": int(signs),
+        "SIGNS": int(sign_mask),
         "STAGED": int(config.staged > 0),
         "MIXED": 2 if config.mixed else 1,
     }
-    return source_of("strips.cu", activation, macros, ("derivatives.h", "strips_signs.h"))
+    return source_of("strips.cu", activation, macros, ("derivatives.h", "strips_sign_mask.h"))
 
 
 @cache
@@ -96,7 +96,7 @@ def _kernel(
     save_pre: bool,
     config: StripsConfig | Float32Config,
     shared: bool,
-    signs: bool,
+    sign_mask: bool,
     device: int,
 ) -> driver.Kernel:
     how = (k, n, activation, has_bias, save_pre)
@@ -104,26 +104,26 @@ def _kernel(
         text, name = float32.source(*how, config, shared), float32.KERNEL
         room = float32.shared_bytes(config, k, n, save_pre)
     else:
-        text, name = source(dtype, *how, config, shared, signs), KERNEL
-        room = shared_bytes(config, k, n, save_pre, signs)
+        text, name = source(dtype, *how, config, shared, sign_mask), KERNEL
+        room = shared_bytes(config, k, n, save_pre, sign_mask)
     return driver.Kernel(driver.compile_cubin(text, f"{name}.cu", ARCH), name, room, device)
 
 
 def _config(
-    x: Tensor, weight: Tensor, order: str, save_pre: bool, signs: AnyPlace | None
+    x: Tensor, weight: Tensor, order: str, save_pre: bool, sign_mask: AnyPlace | None
 ) -> StripsConfig | Float32Config | None:
     _, m, groups, k = x.shape
     n = weight.shape[1]
     if x.dtype is torch.float32:
         return float32.float32_config(k, n, save_pre)
-    together = signs.p if isinstance(signs, Place) and order == "groups" else None
+    together = sign_mask.p if isinstance(sign_mask, Place) and order == "groups" else None
     side = side_by_side(order, m, groups)
-    config = strips_config(side, k, n, save_pre, signs is not None, together, order)
+    config = strips_config(side, k, n, save_pre, sign_mask is not None, together, order)
     if config is None:
         return None
     size = config.blocks * tile_bytes(config.groups * k)
     config = replace(config, stages=stages_for(x.device, config.stages, size))
-    how = k, n, save_pre, signs is not None, order
+    how = k, n, save_pre, sign_mask is not None, order
     return finished(config, *how, weight.data_ptr() % 16 == 0)
 
 
@@ -166,7 +166,7 @@ def forward(
     order: str,
     *,
     config: StripsConfig | Float32Config | None = None,
-    signs: Place | None = None,
+    sign_mask: Place | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(x_g W_gᵀ + b_g) in one kernel, float32 accumulation, deterministic.
 
@@ -180,23 +180,23 @@ def forward(
         order: how the results lie in memory, a name in ``layout.ORDERS``.
         config: launch configuration; None picks ``strips_config`` or ``float32_config``. One that
             is ``staged`` takes weights at 16 bytes only.
-        signs: where those of y are, which are then returned in place of the pre-activation.
+        sign_mask: where the signs of y are, which are then returned in place of the pre-activation.
 
     Returns:
         y (B, L, G, N) in x's dtype; the pre-activation likewise, signs as ``Place`` says, or None.
     """
     if config is None:
-        config = _config(x, weight, order, save_pre, signs)
+        config = _config(x, weight, order, save_pre, sign_mask)
     if config is None or not x.numel() * weight.numel() or not serves(x, weight, bias, order):
         from fastlinear.ops.grouped_linear import triton
 
         y, pre = triton.forward(x, weight, bias, activation, save_pre, order)
-        return y, pre if signs is None else signs.packed(y, activation)
+        return y, pre if sign_mask is None else sign_mask.packed(y, activation)
     how = activation, save_pre, order, config
-    if signs is None:
+    if sign_mask is None:
         return results(Strips, x, weight, bias, *how)
-    assert signs.p == (config.groups if order == "groups" else 1)
-    return results(StripsWithSigns, x, weight, bias, *how, signs)
+    assert sign_mask.p == (config.groups if order == "groups" else 1)
+    return results(StripsWithSignMask, x, weight, bias, *how, sign_mask)
 
 
 def forward_steps(call: Forward) -> tuple[int, int | None] | None:
@@ -205,14 +205,14 @@ def forward_steps(call: Forward) -> tuple[int, int | None] | None:
     None where it is more than its launch.
     """
     x, weight, bias = call.tensors
-    signs = call.signs is not None
-    config = _config(x, weight, call.order, call.save_pre, call.signs)
+    sign_mask = call.sign_mask is not None
+    config = _config(x, weight, call.order, call.save_pre, call.sign_mask)
     if config is None or not serves(x, weight, bias, call.order):
         from fastlinear.ops.grouped_linear import triton
 
-        return None if signs else triton.forward_steps(call)
+        return None if sign_mask else triton.forward_steps(call)
     how = call.activation, call.save_pre, call.order, config
-    make = StripsWithSigns if signs else Strips
+    make = StripsWithSignMask if sign_mask else Strips
     return make(x, weight, bias, *how).steps(call)
 
 
@@ -255,7 +255,7 @@ class Strips(OneLaunch):
         self._prepare(kernel, config.threads, split.blocks, maps, numbers)
 
 
-class StripsWithSigns(Strips):
+class StripsWithSignMask(Strips):
     """The same that has the signs of y as a result, 16-bit dtypes only."""
 
     SIGNS = True

@@ -1,6 +1,6 @@
 // dx, dW and db of y = act(x W^T + b) of many narrow groups in one pass, for Hopper: strips of groups
 // side by side. The texts of strips_instructions.h, strips_tiles.h, cuda_activations.h,
-// derivatives.h and strips_signs.h stand before this one.
+// derivatives.h and strips_sign_mask.h stand before this one.
 //
 // A strip is P groups whose columns lie together in memory, so that its part of a row begins and ends
 // at 16 bytes though that of one group may not. One thread has tiles of ROWS tokens of dy, of what the

@@ -22,7 +22,7 @@ from fastlinear.ops.grouped_linear import strips_tiles
 from fastlinear.ops.grouped_linear.one_pass import OnePass, gradients, row_stride
 from fastlinear.ops.grouped_linear.operands import Backward, Numbers
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
-from fastlinear.ops.grouped_linear.signs import Place, are_signs
+from fastlinear.ops.grouped_linear.sign_mask import Place, is_sign_mask
 from fastlinear.ops.grouped_linear.strips_backward_config import (
     StripsBackwardConfig,
     finished,
@@ -61,7 +61,7 @@ def source(
     needs: Needs,
     config: StripsBackwardConfig,
     shared: bool = False,
-    signs: bool = False,
+    sign_mask: bool = False,
 ) -> str:
     """The complete CUDA C++ source of one specialisation."""
     macros = {
@@ -79,11 +79,13 @@ def source(
         "SERVICE_WARPS": service_warps(config),
         "REGISTERS": limit(config)[0] if service_warps(config) > 1 else 0,
         "SERVICE_REGISTERS": SERVICE_REGISTERS,
-        "SIGNS": int(signs),
+        "SIGNS": int(sign_mask),
         "STAGED": int(config.staged > 0),
         **{f"NEED_{name}": int(need) for name, need in zip(("DX", "DW", "DB"), needs, strict=True)},
     }
-    return source_of("strips_backward.cu", activation, macros, ("derivatives.h", "strips_signs.h"))
+    return source_of(
+        "strips_backward.cu", activation, macros, ("derivatives.h", "strips_sign_mask.h")
+    )
 
 
 @cache
@@ -95,7 +97,7 @@ def _kernels(
     needs: Needs,
     config: Config,
     shared: bool,
-    signs: bool,
+    sign_mask: bool,
     device: int,
 ) -> tuple[driver.Kernel, driver.Kernel]:
     saved = activation != "none"
@@ -105,8 +107,8 @@ def _kernels(
         room = float32.shared_bytes(config, k, n, saved, needs)
     else:
         names = KERNEL, SUMS_KERNEL
-        text = source(dtype, k, n, activation, needs, config, shared, signs)
-        room = shared_bytes(config, k, n, saved, needs, signs)
+        text = source(dtype, k, n, activation, needs, config, shared, sign_mask)
+        room = shared_bytes(config, k, n, saved, needs, sign_mask)
     cubin = driver.compile_cubin(text, f"{names[0]}.cu", ARCH)
     sums = driver.Kernel(cubin, names[1], 0, device)
     return driver.Kernel(cubin, names[0], room, device), sums
@@ -119,7 +121,7 @@ def _config(
     n = weight.shape[1]
     if x.dtype is torch.float32:
         return float32.float32_backward_config(k, n, saved is not None, needs)
-    how = saved is not None, needs, are_signs(saved)
+    how = saved is not None, needs, is_sign_mask(saved)
     config = strips_backward_config(side_by_side(order, m, groups), k, n, *how, order)
     if config is None:
         return None
@@ -151,7 +153,7 @@ def reason_not(p: Problem) -> str | None:
 
 def serves(dy: Tensor, saved: Tensor | None, x: Tensor, weight: Tensor, order: str) -> bool:
     """Whether the kernel takes such tensors: tokens or groups first, rows at 16 bytes."""
-    if are_signs(saved):
+    if is_sign_mask(saved):
         if x.element_size() != SIZE:
             return False
         saved = None
@@ -186,7 +188,7 @@ def backward(
             backend.
         saved: (B, L, G, N), dtype of dy: what the activation saves,
             its output y or the pre-activation; None for ``"none"``. Or in place of y for relu and
-            leaky_relu its signs, as ``signs.Place`` says.
+            leaky_relu its signs, as ``sign_mask.Place`` says.
         x: (B, L, G, K), dtype of dy.
         weight: (G, N, K), dtype of dy.
         activation: name of the activation.
@@ -208,7 +210,7 @@ def backward(
     if config is None or empty or not serves(dy, saved, x, weight, order):
         from fastlinear.ops.grouped_linear import triton_backward
 
-        if saved is not None and are_signs(saved):
+        if saved is not None and is_sign_mask(saved):
             place = Place.of(saved, order, x.shape[1], groups, n)
             saved = place.unpacked(saved, dy.dtype)
         return triton_backward.backward(dy, saved, x, weight, activation, needs, order)
@@ -223,7 +225,7 @@ def backward_steps(call: Backward) -> Numbers | None:
     if config is None or not any(call.needs) or not serves(dy, saved, x, weight, call.order):
         from fastlinear.ops.grouped_linear import triton_backward
 
-        return None if are_signs(saved) else triton_backward.backward_steps(call)
+        return None if is_sign_mask(saved) else triton_backward.backward_steps(call)
     plan = StripsBackward(*call.tensors, call.activation, call.needs, call.order, config)
     return plan.steps(call)
 
@@ -249,7 +251,7 @@ class StripsBackward(OnePass):
         _, m, groups, k = x.shape
         n = weight.shape[1]
         cut = Cut.of(order, m, groups, config.groups)
-        with_signs = are_signs(saved)
+        with_signs = is_sign_mask(saved)
         how = (activation, needs, config, cut.shared, with_signs)
         with driver.loading_allowed():
             kernel, sums = _kernels(x.dtype, k, n, *how, self._device)

@@ -72,22 +72,22 @@ class StripsBackwardConfig:
 
 
 def shared_bytes(
-    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, signs: bool = False
+    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, sign_mask: bool = False
 ) -> int:
     """Dynamic shared memory of a block; ``signs``: these alone were saved."""
-    stage = stage_bytes(config, k, n, saved, needs, signs)
+    stage = stage_bytes(config, k, n, saved, needs, sign_mask)
     outs = config.outs * tile_bytes(config.groups * k) if needs[0] else 0
-    of_signs = config.stages * sign_bytes(config.groups * n) if signs else 0
+    of_signs = config.stages * sign_bytes(config.groups * n) if sign_mask else 0
     room = OVERHEAD + config.stages * stage + -(-of_signs // 1024) * 1024
     return room + max(outs + config.staged, _BEYOND)
 
 
 def stage_bytes(
-    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, signs: bool = False
+    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, sign_mask: bool = False
 ) -> int:
     """Of a stage, signs apart."""
     dy, x = (tile_bytes(config.groups * width) for width in (n, k))
-    return dy * (2 if saved and not signs else 1) + (x if needs[1] else 0)
+    return dy * (2 if saved and not sign_mask else 1) + (x if needs[1] else 0)
 
 
 def registers(config: StripsBackwardConfig, k: int, n: int) -> int:
@@ -139,7 +139,7 @@ def strips_backward_config(
     n: int,
     saved: bool = True,
     needs: Needs = (True, True, True),
-    signs: bool = False,
+    sign_mask: bool = False,
     order: str = "tokens",
 ) -> StripsBackwardConfig | None:
     """The configuration for such groups of 16-bit numbers, ``side_by_side`` so many; None where
@@ -147,7 +147,7 @@ def strips_backward_config(
     if max(k, n) > _MOST_FEATURES:
         return None
     first = _FIRST if order == "tokens" else _FIRST_SHARED
-    spare = _SPARE_SAVED if saved and not signs else _SPARE
+    spare = _SPARE_SAVED if saved and not sign_mask else _SPARE
     for whole in (LINE, SECTOR, SIZE) if order == "tokens" else (SIZE,):
         for p, parts, across, blocks, row in first:
             config = StripsBackwardConfig(p, parts, across, blocks=blocks)
@@ -157,7 +157,7 @@ def strips_backward_config(
                 p * (k + n) in row
                 and reason_against(config, side, k, n) is None
                 and registers(config, k, n) + spare <= limit(config)[0]
-                and (made := _with_stages(config, k, n, saved, needs, signs)) is not None
+                and (made := _with_stages(config, k, n, saved, needs, sign_mask)) is not None
             ):
                 return made
     widths = [p for p in (8, 4, 2, 1) if p * max(k, n) * SIZE <= _MOST_STRIP]
@@ -170,7 +170,7 @@ def strips_backward_config(
                     and reason_against(config, side, k, n) is None
                     and registers(config, k, n) + spare <= limit(config)[0]
                 ):
-                    return _with_stages(config, k, n, saved, needs, signs)
+                    return _with_stages(config, k, n, saved, needs, sign_mask)
     return None
 
 
@@ -180,7 +180,7 @@ def finished(
     n: int,
     saved: bool,
     needs: Needs,
-    signs: bool = False,
+    sign_mask: bool = False,
     order: str = "tokens",
     aligned: bool = True,
 ) -> StripsBackwardConfig:
@@ -195,29 +195,29 @@ def finished(
     if needs[0] and aligned and size % 16 == 0 and n * k > _LEAST_STAGED and not wide:
         for stages in range(config.stages, max(2, config.stages - 1) - 1, -1):
             staged = replace(config, stages=stages, staged=size)
-            if fits(staged, k, n, saved, needs, signs):
+            if fits(staged, k, n, saved, needs, sign_mask):
                 return staged
     return config
 
 
 def _with_stages(
-    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, signs: bool
+    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, sign_mask: bool
 ) -> StripsBackwardConfig | None:
     """As many stages as shared memory holds, and as memory takes at a time.
 
     The groups of a strip drift apart: 4 and more get 4 tiles of dx.
     """
-    most = _UNDER_WAY // (config.blocks * stage_bytes(config, k, n, saved, needs, signs))
+    most = _UNDER_WAY // (config.blocks * stage_bytes(config, k, n, saved, needs, sign_mask))
     for outs in (4, 2) if config.groups >= 4 and needs[0] else (config.outs,):
         for stages in range(max(2, min(_MOST_STAGES, most)), 1, -1):
             made = replace(config, stages=stages, outs=outs)
-            if fits(made, k, n, saved, needs, signs):
+            if fits(made, k, n, saved, needs, sign_mask):
                 return made
     return None
 
 
 def fits(
-    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, signs: bool = False
+    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, sign_mask: bool = False
 ) -> bool:
     """Whether a multiprocessor's shared memory holds its blocks."""
-    return holds(shared_bytes(config, k, n, saved, needs, signs), config.blocks)
+    return holds(shared_bytes(config, k, n, saved, needs, sign_mask), config.blocks)

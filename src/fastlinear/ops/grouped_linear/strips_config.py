@@ -66,16 +66,18 @@ class StripsConfig:
         return 32 * (self.groups * self.parts + service_warps(self))
 
 
-def shared_bytes(config: StripsConfig, k: int, n: int, save_pre: bool, signs: bool = False) -> int:
+def shared_bytes(
+    config: StripsConfig, k: int, n: int, save_pre: bool, sign_mask: bool = False
+) -> int:
     """Dynamic shared memory of a block."""
     x, y = (tile_bytes(config.groups * width) for width in (k, n))
     room = OVERHEAD + config.staged + config.stages * x + config.outs * y * (2 if save_pre else 1)
-    return room + (config.outs * sign_bytes(config.groups * n) if signs else 0)
+    return room + (config.outs * sign_bytes(config.groups * n) if sign_mask else 0)
 
 
-def fits(config: StripsConfig, k: int, n: int, save_pre: bool, signs: bool = False) -> bool:
+def fits(config: StripsConfig, k: int, n: int, save_pre: bool, sign_mask: bool = False) -> bool:
     """Whether a multiprocessor's shared memory holds its blocks."""
-    return holds(shared_bytes(config, k, n, save_pre, signs), config.blocks)
+    return holds(shared_bytes(config, k, n, save_pre, sign_mask), config.blocks)
 
 
 def registers(config: StripsConfig, k: int, n: int) -> int:
@@ -118,7 +120,7 @@ def strips_config(
     k: int,
     n: int,
     save_pre: bool,
-    signs: bool = False,
+    sign_mask: bool = False,
     groups: int | None = None,
     order: str = "tokens",
 ) -> StripsConfig | None:
@@ -135,9 +137,9 @@ def strips_config(
             continue
         if p == 1 and order == "tokens" and (k * SIZE % SECTOR or n * SIZE % SECTOR):
             continue
-        if (made := _with_stages(config, k, n, save_pre, signs, stages)) is not None:
+        if (made := _with_stages(config, k, n, save_pre, sign_mask, stages)) is not None:
             return made
-    return _other(sizes, most, k, n, save_pre, signs)
+    return _other(sizes, most, k, n, save_pre, sign_mask)
 
 
 def finished(
@@ -145,7 +147,7 @@ def finished(
     k: int,
     n: int,
     save_pre: bool,
-    signs: bool = False,
+    sign_mask: bool = False,
     order: str = "tokens",
     aligned: bool = True,
 ) -> StripsConfig:
@@ -157,19 +159,19 @@ def finished(
     groups first, 7% slower. What would spill is not mixed.
     """
     spare = limit(config)[0] - registers(config, k, n) - 4 * -(-n // (8 * config.parts))
-    alone = signs and order == "groups" and config.groups == 1
+    alone = sign_mask and order == "groups" and config.groups == 1
     config = replace(config, mixed=spare >= 0 and not alone)
     size = weight_bytes(order, config.groups, k, n)
     if aligned and size % 16 == 0:
         for outs in range(config.outs, max(2, config.outs - 1) - 1, -1):
             staged = replace(config, outs=outs, staged=size)
-            if fits(staged, k, n, save_pre, signs):
+            if fits(staged, k, n, save_pre, sign_mask):
                 return staged
     return config
 
 
 def _other(
-    sizes: list[int], most: int, k: int, n: int, save_pre: bool, signs: bool
+    sizes: list[int], most: int, k: int, n: int, save_pre: bool, sign_mask: bool
 ) -> StripsConfig | None:
     """What is taken of sizes of strips where none of ``_FIRST`` fits, ``most`` tiles of a warp."""
     tiles = -(-n // 8)
@@ -184,14 +186,14 @@ def _other(
                 if (
                     p * parts * blocks >= _GOOD_WARPS
                     and registers(config, k, n) <= limit(config)[0]
-                    and (made := _with_stages(config, k, n, save_pre, signs)) is not None
+                    and (made := _with_stages(config, k, n, save_pre, sign_mask)) is not None
                 ):
                     return made
     fewest = -(-tiles // most)
     parts = min(fewest, min(fewest + 1, tiles), key=lambda p: p * -(-tiles // p))
     if sizes[0] * parts > _MOST_WARPS:
         return None
-    return _with_stages(StripsConfig(sizes[0], parts), k, n, save_pre, signs)
+    return _with_stages(StripsConfig(sizes[0], parts), k, n, save_pre, sign_mask)
 
 
 def _with_stages(
@@ -199,12 +201,12 @@ def _with_stages(
     k: int,
     n: int,
     save_pre: bool,
-    signs: bool,
+    sign_mask: bool,
     several: tuple[tuple[int, int], ...] = _STAGES,
 ) -> StripsConfig | None:
     """The first of such stages that shared memory holds."""
     for stages, outs in several:
         made = replace(config, stages=stages, outs=outs)
-        if fits(made, k, n, save_pre, signs):
+        if fits(made, k, n, save_pre, sign_mask):
             return made
     return None

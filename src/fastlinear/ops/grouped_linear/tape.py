@@ -27,7 +27,7 @@ from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.autograd import Formula
 from fastlinear.ops.grouped_linear.operands import Backward, Forward, Numbers, Operand
 from fastlinear.ops.grouped_linear.reference import Needs
-from fastlinear.ops.grouped_linear.signs import SIGNS, AnyPlace, are_signs
+from fastlinear.ops.grouped_linear.sign_mask import SIGNS, AnyPlace, is_sign_mask
 
 NAME = "GroupedLinearBackward"
 _KEPT = {
@@ -50,9 +50,9 @@ def node(formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None) -> An
     """
     if not fastpath_node.begun():
         return None
-    forward, saved, signs = formula.forward_name, formula.saved, formula.signs
+    forward, saved, sign_mask = formula.forward_name, formula.saved, formula.sign_mask
     names = formula.activation, formula.layout
-    found = _forward(forward, x, weight, bias, *names, saved == "pre", signs)
+    found = _forward(forward, x, weight, bias, *names, saved == "pre", sign_mask)
     tape = None
     if found is not None:
         p, y, pre = found
@@ -111,7 +111,7 @@ def _forward(
     activation: str,
     layout: str,
     save_pre: bool,
-    signs: AnyPlace | None = None,
+    sign_mask: AnyPlace | None = None,
 ) -> tuple[Tape, int, int | None] | None:
     """The forward's tape: x, weight, bias → the numbers of y and the pre-activation or signs;
     None where the backend has none, or a tensor would have to be copied first."""
@@ -131,7 +131,7 @@ def _forward(
             save_pre,
             layouts.order_of(layout, x.shape),
             layouts.output_shape(layout, x.shape, *weight.shape[:2]),
-            signs,
+            sign_mask,
         )
     )
     return None if found is None else (p, *found)
@@ -153,7 +153,7 @@ def _backward(
     tokens = rows.shape[:3]
 
     def wide(t: Tensor) -> Tensor:  # as ``autograd.run_backward`` has it
-        if are_signs(t):
+        if is_sign_mask(t):
             return t
         return layouts.blocks(t, layout, groups, n).reshape(*tokens, n)
 

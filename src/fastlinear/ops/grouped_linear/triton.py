@@ -16,7 +16,7 @@ from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear import triton_tensors as tensors
 from fastlinear.ops.grouped_linear.operands import Forward
-from fastlinear.ops.grouped_linear.signs import Channels
+from fastlinear.ops.grouped_linear.sign_mask import Channels
 from fastlinear.ops.grouped_linear.triton_config import (
     FORWARD_PRECISION,
     ProductConfig,
@@ -40,7 +40,7 @@ def forward(
     save_pre: bool,
     order: str,
     *,
-    signs: Channels | None = None,
+    sign_mask: Channels | None = None,
     config: ProductConfig | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(x_g W_gᵀ + b_g) in one kernel, float32 accumulation, deterministic.
@@ -52,7 +52,7 @@ def forward(
         activation: name of the activation.
         save_pre: also return the pre-activation.
         order: how the results lie in memory, a name in ``layout.ORDERS``.
-        signs: where those of y are, which are then returned in place of the pre-activation.
+        sign_mask: where the signs of y are, which are then returned in place of the pre-activation.
         config: launch configuration; None picks ``product_config``.
 
     Returns:
@@ -62,22 +62,22 @@ def forward(
     y = tensors.empty((*x.shape[:3], weight.shape[1]), order, x)
     if not x.numel() * weight.numel() or tensors.far_apart(x, weight, y):
         y, pre = reference.forward(x, weight, bias, activation, save_pre, order)
-        return y, pre if signs is None else signs.packed(y, activation)
+        return y, pre if sign_mask is None else sign_mask.packed(y, activation)
     kept: Tensor | None
-    if signs is not None:
-        kept = x.new_empty(signs.shape, dtype=torch.uint8)
+    if sign_mask is not None:
+        kept = x.new_empty(sign_mask.shape, dtype=torch.uint8)
     else:
         kept = tensors.empty(y.shape, order, x) if save_pre else None
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
-    key = (tensors.facts_of(x, weight, bias, y), activation, save_pre, signs, config)
+    key = (tensors.facts_of(x, weight, bias, y), activation, save_pre, sign_mask, config)
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= tensors.MAX_PLANS:
             _plans.clear()
-        plan = _plans[key] = Product(x, weight, y, activation, config, signs)
+        plan = _plans[key] = Product(x, weight, y, activation, config, sign_mask)
     plan.launch(x, weight, bias, y, kept)
-    if signs is None and kept is not None:
+    if sign_mask is None and kept is not None:
         kept = tensors.rounded(kept, x)
     return tensors.rounded(y, x), kept
 
@@ -92,7 +92,7 @@ def forward_steps(call: Forward) -> tuple[int, int | None] | None:
     if tensors.far_apart(x, weight, like) or not (bias is None or bias.is_contiguous()):
         return None
     facts = tensors.facts_of(x, weight, bias, like)
-    key = (facts, call.activation, call.save_pre, call.signs, None)
+    key = (facts, call.activation, call.save_pre, call.sign_mask, None)
     plan = _plans.get(key)
     if plan is None:
         return None
@@ -113,7 +113,7 @@ class Product:
         y: Tensor,
         activation: str,
         config: ProductConfig | None = None,
-        signs: Channels | None = None,
+        sign_mask: Channels | None = None,
     ) -> None:
         batch, length, groups, k = x.shape
         n = weight.shape[1]
@@ -137,7 +137,9 @@ class Product:
             grid = (groups * columns, -(-place.tiles // config.tiles))
             rest = (
                 *(*place.shape, place.tiles, config.tiles, columns),
-                *tensors.arguments(x, weight, y, None if signs is None else signs.like_rows()),
+                *tensors.arguments(
+                    x, weight, y, None if sign_mask is None else sign_mask.like_rows()
+                ),
                 *(k, n, *parts(k), config.block_m, config.block_n),
                 *(*how, config.stages, interpreted, begins_early(x.device)),
             )

@@ -18,7 +18,7 @@ from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear import triton_tensors as tensors
 from fastlinear.ops.grouped_linear.operands import Backward, Numbers, Operand, number_of
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
-from fastlinear.ops.grouped_linear.signs import Channels, are_signs
+from fastlinear.ops.grouped_linear.sign_mask import Channels, is_sign_mask
 from fastlinear.ops.grouped_linear.triton import Product
 from fastlinear.ops.grouped_linear.triton_backward_kernels import (
     _backward_kernel,
@@ -62,7 +62,7 @@ def backward(
         dy: (B, L, G, N) of any strides.
         saved: (B, L, G, N) of any strides: what the activation saves,
             its output y or the pre-activation; None for ``"none"``; of relu and leaky_relu its
-            signs instead, as ``signs.Channels`` has them.
+            signs instead, as ``sign_mask.Channels`` has them.
         x: (B, L, G, K) of any strides, dtype of dy.
         weight: (G, N, K) of any strides, dtype of dy.
         activation: name of the activation.
@@ -77,16 +77,16 @@ def backward(
     """
     if activation == "none":
         saved = None
-    signs = saved if saved is not None and are_signs(saved) else None
-    if signs is not None:
-        saved = Channels.rows(signs)
+    sign_mask = saved if saved is not None and is_sign_mask(saved) else None
+    if sign_mask is not None:
+        saved = Channels.rows(sign_mask)
     if not dy.numel() * x.numel() or tensors.far_apart(dy, saved, x, weight):
-        if signs is not None:
-            saved = Channels.of(signs, dy.shape[3]).unpacked(signs, dy.dtype)
+        if sign_mask is not None:
+            saved = Channels.of(sign_mask, dy.shape[3]).unpacked(sign_mask, dy.dtype)
         return reference.backward(dy, saved, x, weight, activation, needs, order)
     groups, n, k = weight.shape
     if config is None:
-        config = _config(x, weight, activation, signs is not None)
+        config = _config(x, weight, activation, sign_mask is not None)
     if saved is not None and (config is None or config.dpre_first):
         dpre, db = _grad_pre(dy, saved, activation, needs[2])
         if not any(needs[:2]):
@@ -115,13 +115,13 @@ def backward(
 
 def backward_steps(call: Backward) -> Numbers | None:
     """``backward`` as steps of a tape; None where it is more than its launches."""
-    signs = call.saved if call.saved is not None and are_signs(call.saved.tensor) else None
-    if signs is not None:
-        call = replace(call, saved=Operand(Channels.rows(signs.tensor), signs.number))
+    sign_mask = call.saved if call.saved is not None and is_sign_mask(call.saved.tensor) else None
+    if sign_mask is not None:
+        call = replace(call, saved=Operand(Channels.rows(sign_mask.tensor), sign_mask.number))
     dy, saved, x, weight = call.tensors
     if tensors.far_apart(dy, saved, x, weight):
         return None
-    config = _config(x, weight, call.activation, signs is not None)
+    config = _config(x, weight, call.activation, sign_mask is not None)
     if saved is None or not (config is None or config.dpre_first):
         return _gradients_steps(call, config)
     made = _grad_pre_steps(call)
@@ -188,12 +188,12 @@ def _derived_at_once(dy: Tensor, saved: Tensor | None) -> tuple[int, int]:
     return 16, min(_DERIVED // 16, n)
 
 
-def _config(x: Tensor, weight: Tensor, activation: str, signs: bool) -> BackwardConfig | None:
+def _config(x: Tensor, weight: Tensor, activation: str, sign_mask: bool) -> BackwardConfig | None:
     """Of the single pass; None where there is none."""
     batch, length, groups, k = x.shape
     facts = x.element_size(), tensors.units_of(x.device), tensors.capability_of(x.device)
     sizes = batch * length, groups, k, weight.shape[1]
-    return backward_config(*sizes, *facts, activation, signs, x.stride(1) == 1)
+    return backward_config(*sizes, *facts, activation, sign_mask, x.stride(1) == 1)
 
 
 def _grad_pre(

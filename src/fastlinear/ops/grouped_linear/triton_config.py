@@ -220,13 +220,13 @@ def backward_config(
     units: int,
     capability: tuple[int, int],
     activation: str,
-    signs: bool = False,
+    sign_mask: bool = False,
     channels: bool = False,
 ) -> BackwardConfig | None:
     """The configuration of the single-pass backward; None for groups whose dW is too large.
 
     Args:
-        signs: these were saved.
+        sign_mask: these were saved.
         channels: tokens lie side by side.
     """
     widest = max(padded(k), padded(n))
@@ -247,13 +247,13 @@ def backward_config(
     if widest > 128:
         how = (8, 3, max(1, units // -(-k // 128)), True)
     elif widest > 64:
-        how = (8, 4 if channels and not signs else 3, units, True)
-    elif small and saved and not signs and activation in ("relu", "leaky_relu"):
+        how = (8, 4 if channels and not sign_mask else 3, units, True)
+    elif small and saved and not sign_mask and activation in ("relu", "leaky_relu"):
         block_m, saved = 64 if hopper else block_m, False
         how = (warps, 4 if widest == 16 else 2, 2 * units, False)
     else:
-        how = (warps, 4 if small and signs else 3, (3 if small else 2) * units, False)
-    return BackwardConfig(block_m, min(128, padded(k)), *how, dpre_first=saved and not signs)
+        how = (warps, 4 if small and sign_mask else 3, (3 if small else 2) * units, False)
+    return BackwardConfig(block_m, min(128, padded(k)), *how, dpre_first=saved and not sign_mask)
 
 
 @lru_cache(maxsize=1024)

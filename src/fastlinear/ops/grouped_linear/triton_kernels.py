@@ -143,9 +143,9 @@ def _resident_kernel(
             first, rows = _place(
                 tile, L, batch_tiles, s_batch, s_row, S_ALIGN, S_UNIT, S_FIXED, BLOCK_M, ACROSS
             )
-            signs = _signs(_is_positive(y, ACTIVATION), BLOCK_M, BLOCK_N)
+            sign_mask = _signs(_is_positive(y, ACTIVATION), BLOCK_M, BLOCK_N)
             ptrs = pre_ptr + s_base + first + rows[:, None] + s_units[None, :]
-            tl.store(ptrs, signs, mask=mask[:, None] & (units < UNITS)[None, :])
+            tl.store(ptrs, sign_mask, mask=mask[:, None] & (units < UNITS)[None, :])
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -21,8 +21,8 @@
 //
 // Macros from the host, besides those of the headers: K N, of a group; NEED_DX NEED_DW NEED_DB; TILES
 // of dy and x, PARTS (half tiles) of what was saved, OUTS of dx in shared memory; HELD, of the boxes of
-// W those in registers; SPLIT; SIGNS 1: what was saved are the signs of y (signs.py, `Boxes`), which
-// graders read into registers.
+// W those in registers; SPLIT; SIGNS 1: what was saved are the signs of y (sign_mask.py, `Boxes`),
+// which graders read into registers.
 
 // ---------------------------------------------------------------- dx^T = W^T dpre^T
 

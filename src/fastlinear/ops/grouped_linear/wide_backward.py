@@ -33,7 +33,7 @@ from fastlinear.ops.grouped_linear.group_map import (
 from fastlinear.ops.grouped_linear.one_pass import OnePass, gradients
 from fastlinear.ops.grouped_linear.operands import Backward, Numbers
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
-from fastlinear.ops.grouped_linear.signs import Boxes, are_signs
+from fastlinear.ops.grouped_linear.sign_mask import Boxes, is_sign_mask
 from fastlinear.ops.grouped_linear.wide_backward_config import (
     WideBackwardConfig,
     chunks_of,
@@ -55,13 +55,13 @@ def source(
     needs: Needs,
     config: WideBackwardConfig,
     channels: bool = False,
-    signs: bool = False,
+    sign_mask: bool = False,
 ) -> str:
     """The complete CUDA C++ source of one specialisation.
 
     Args:
         channels: whether these come first.
-        signs: whether what was saved are the signs of y.
+        sign_mask: whether what was saved are the signs of y.
     """
     # products() of the shared headers: 64 features of each of two warpgroups, from one stage
     shape = {"BM": 128, "STAGES": 1, "PINGPONG": 0, "GROUP_M": 1}
@@ -74,7 +74,7 @@ def source(
         "OUTS": config.outs,
         "SPLIT": int(config.split),
         "CHANNELS": int(channels),
-        "SIGNS": int(signs),
+        "SIGNS": int(sign_mask),
         **{f"NEED_{name}": int(need) for name, need in zip(("DX", "DW", "DB"), needs, strict=True)},
     }
     macros = {**shape, "CLUSTER": 2 if config.cluster else 1, **own}
@@ -94,12 +94,12 @@ def _kernels(
     needs: Needs,
     config: WideBackwardConfig,
     channels: bool,
-    signs: bool,
+    sign_mask: bool,
     device: int,
 ) -> tuple[driver.Kernel, driver.Kernel]:
-    text = source(dtype, k, n, activation, needs, config, channels, signs)
+    text = source(dtype, k, n, activation, needs, config, channels, sign_mask)
     cubin = driver.compile_cubin(text, "wide_backward.cu", ARCH)
-    shared = shared_bytes(config, n, activation != "none" and not signs, needs)
+    shared = shared_bytes(config, n, activation != "none" and not sign_mask, needs)
     return driver.Kernel(cubin, KERNEL, shared, device), driver.Kernel(
         cubin, SUMS_KERNEL, 0, device
     )
@@ -118,8 +118,8 @@ def reason_not(p: Problem) -> str | None:
 
 def serves(dy: Tensor, saved: Tensor | None, x: Tensor, weight: Tensor, order: str) -> bool:
     """Whether the kernel takes such tensors: ``is_seen``, the weight dense. Signs are
-    ``signs.Boxes``."""
-    given = [t for t in (dy, None if are_signs(saved) else saved, x) if t is not None]
+    ``sign_mask.Boxes``."""
+    given = [t for t in (dy, None if is_sign_mask(saved) else saved, x) if t is not None]
     return (
         configs.serves(weight.shape[2], weight.shape[1])
         and x.element_size() == strips_tiles.SIZE
@@ -150,7 +150,7 @@ def backward(
             Triton backend.
         saved: (B, L, G, N), dtype of dy: what the activation saves,
             its output y or the pre-activation; None for ``"none"``; for relu and leaky_relu also
-            the signs of y, as ``signs.Boxes`` says.
+            the signs of y, as ``sign_mask.Boxes`` says.
         x: (B, L, G, K), dtype of dy.
         weight: (G, N, K), dtype of dy.
         activation: name of the activation.
@@ -170,7 +170,7 @@ def backward(
     if empty or not serves(dy, saved, x, weight, order):
         from fastlinear.ops.grouped_linear import triton_backward
 
-        if saved is not None and are_signs(saved):
+        if saved is not None and is_sign_mask(saved):
             batch, length, groups, _ = x.shape
             saved = Boxes(batch, length, groups, n).unpacked(saved, dy.dtype, order)
         return triton_backward.backward(dy, saved, x, weight, activation, needs, order)
@@ -186,7 +186,7 @@ def backward_steps(call: Backward) -> Numbers | None:
     if not any(call.needs[:2]) or not serves(dy, saved, x, weight, call.order):
         from fastlinear.ops.grouped_linear import triton_backward
 
-        return None if are_signs(saved) else triton_backward.backward_steps(call)
+        return None if is_sign_mask(saved) else triton_backward.backward_steps(call)
     _, n, k = weight.shape
     config = _config(k, n, saved, call.needs, call.order)
     plan = WideBackward(*call.tensors, call.activation, call.needs, call.order, config)
@@ -195,8 +195,10 @@ def backward_steps(call: Backward) -> Numbers | None:
 
 def _config(k: int, n: int, saved: Tensor | None, needs: Needs, order: str) -> WideBackwardConfig:
     """The configuration for what was saved."""
-    signs, words = are_signs(saved), configs.has_words(k, n, order, needs)
-    config = wide_backward_config(k, n, saved is not None and not signs, needs, signs, words)
+    sign_mask, words = is_sign_mask(saved), configs.has_words(k, n, order, needs)
+    config = wide_backward_config(
+        k, n, saved is not None and not sign_mask, needs, sign_mask, words
+    )
     assert config is not None
     return config
 
@@ -221,8 +223,8 @@ class WideBackward(OnePass):
     ) -> None:
         super().__init__(strips_tiles.ordinal(x))
         groups, n, k = weight.shape
-        signs = are_signs(saved)
-        how = activation, needs, config, order == "channels", signs
+        sign_mask = is_sign_mask(saved)
+        how = activation, needs, config, order == "channels", sign_mask
         with driver.loading_allowed():
             kernel, sums = _kernels(x.dtype, k, n, *how, self._device)
         tiles, each = tiles_of(x)
@@ -230,7 +232,7 @@ class WideBackward(OnePass):
             units = device_facts(x.device).units
             chunks = chunks_of(tiles * TOKENS, groups, k, n, units, any(needs[1:]))
 
-        half, numbers_saved = TOKENS // 2, dy if saved is None or signs else saved
+        half, numbers_saved = TOKENS // 2, dy if saved is None or sign_mask else saved
         maps = [
             boxes_of(dy, n, order, half if config.split else TOKENS),
             boxes_of(numbers_saved, n, order, half),

@@ -86,7 +86,7 @@ def wide_backward_config(
     n: int,
     saved: bool = True,
     needs: Needs = (True, True, True),
-    signs: bool = False,
+    sign_mask: bool = False,
     words: bool = False,
 ) -> WideBackwardConfig | None:
     """The configuration for groups of such sizes: as many tiles as shared memory holds.
@@ -95,7 +95,7 @@ def wide_backward_config(
         k, n: their features.
         saved: whether numbers were saved.
         needs: which gradients are wanted.
-        signs: whether signs were saved.
+        sign_mask: whether signs were saved.
         words: whether there is something that graders bring in, see ``has_words``.
     """
     if not serves(k, n):
@@ -107,7 +107,7 @@ def wide_backward_config(
         for kept in (4, 3, 2) if saved else (1,):
             for outs in (_MOST_OUTS, 1):
                 config = WideBackwardConfig(
-                    tiles, kept, outs, held, cluster, cluster and (saved or signs or words)
+                    tiles, kept, outs, held, cluster, cluster and (saved or sign_mask or words)
                 )
                 if fits(config, n, saved, needs):
                     return config

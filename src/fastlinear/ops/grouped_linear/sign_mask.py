@@ -3,9 +3,9 @@
 ``strips``, ``resident``, and channels first ``triton``, write them beside y in 16-bit dtypes, and
 the backwards ``strips``, ``wide`` and ``triton`` read them in place of y, of which they are a
 sixteenth. Those of ``triton`` are ``Channels``, of ``resident`` ``Boxes``; those of ``strips`` lie
-as ``strips_signs.h`` says: uint8 (planes, tiles, units, 32), of which a unit is 8 columns of a tile
-of 32 rows. Tokens first there is one plane of M rows and G·N columns; groups first a plane for each
-group, whose rows are P tokens, one behind the other.
+as ``strips_sign_mask.h`` says: uint8 (planes, tiles, units, 32), of which a unit is 8 columns of a
+tile of 32 rows. Tokens first there is one plane of M rows and G·N columns; groups first a plane for
+each group, whose rows are P tokens, one behind the other.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ class Place(NamedTuple):
     p: int
 
     @classmethod
-    def of(cls, signs: Tensor, order: str, m: int, groups: int, n: int) -> Place:
+    def of(cls, sign_mask: Tensor, order: str, m: int, groups: int, n: int) -> Place:
         """Where such signs are."""
-        return cls(order, m, groups, n, signs.shape[2] * _COLUMNS // n if order == "groups" else 1)
+        return cls(
+            order, m, groups, n, sign_mask.shape[2] * _COLUMNS // n if order == "groups" else 1
+        )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -68,13 +70,13 @@ class Place(NamedTuple):
         packed = (bits.to(torch.int32) * _weights(y.device)).sum((-2, -1))
         return packed.to(torch.uint8).reshape(self.shape)
 
-    def unpacked(self, signs: Tensor, dtype: torch.dtype) -> Tensor:
+    def unpacked(self, sign_mask: Tensor, dtype: torch.dtype) -> Tensor:
         """(1, M, G, N) in its order: 1 where positive, else 0. The activation's derivative has the
         same values there as at y."""
         planes, rows, columns = self._rows
-        tiles, units = signs.shape[1:3]
-        bytes_ = signs.view(planes, tiles, units, 8, 4, 1, 1).to(torch.int32)
-        bits = (bytes_ & _weights(signs.device)).ne(0).permute(0, 1, 6, 3, 2, 4, 5)
+        tiles, units = sign_mask.shape[1:3]
+        bytes_ = sign_mask.view(planes, tiles, units, 8, 4, 1, 1).to(torch.int32)
+        bits = (bytes_ & _weights(sign_mask.device)).ne(0).permute(0, 1, 6, 3, 2, 4, 5)
         wide = bits.reshape(planes, tiles * ROWS, columns)[:, :rows].to(dtype)
         if self.order == "groups":
             return wide.reshape(1, self.groups, self.m, self.n).permute(0, 2, 1, 3)
@@ -103,9 +105,9 @@ class Channels(NamedTuple):
     n: int
 
     @classmethod
-    def of(cls, signs: Tensor, n: int) -> Channels:
+    def of(cls, sign_mask: Tensor, n: int) -> Channels:
         """Where such signs are."""
-        batch, groups, _, length = signs.shape
+        batch, groups, _, length = sign_mask.shape
         return cls(batch, length, groups, n)
 
     @property
@@ -118,9 +120,9 @@ class Channels(NamedTuple):
         return self.rows(torch.empty(self.shape, dtype=torch.uint8, device="meta"))
 
     @staticmethod
-    def rows(signs: Tensor) -> Tensor:
+    def rows(sign_mask: Tensor) -> Tensor:
         """Signs as (B, L, G, units)."""
-        return signs.permute(0, 3, 1, 2)
+        return sign_mask.permute(0, 3, 1, 2)
 
     def packed(self, y: Tensor, activation: str) -> Tensor:
         """The signs of y (B, L, G, N), by PyTorch's own ops; NaN is positive for relu."""
@@ -131,11 +133,11 @@ class Channels(NamedTuple):
         packed = (bits.to(torch.int32) << self._places(y.device)).sum((-2, -1))
         return packed.to(torch.uint8).flatten(-2).permute(0, 2, 3, 1).contiguous()
 
-    def unpacked(self, signs: Tensor, dtype: torch.dtype) -> Tensor:
+    def unpacked(self, sign_mask: Tensor, dtype: torch.dtype) -> Tensor:
         """(B, L, G, N) channels first: 1 where positive, else 0. The activation's derivative has
         the same values there as at y."""
-        units = self.rows(signs).unflatten(-1, (-1, 4))[..., None, None].to(torch.int32)
-        bits = units >> self._places(signs.device) & 1
+        units = self.rows(sign_mask).unflatten(-1, (-1, 4))[..., None, None].to(torch.int32)
+        bits = units >> self._places(sign_mask.device) & 1
         wide = bits.transpose(-3, -2).flatten(3)[..., : self.n].to(dtype)
         return layouts.dense(wide, "channels")
 
@@ -173,12 +175,12 @@ class Boxes(NamedTuple):
         found = (bits << self._places(y.device)).sum((-2, -1)).to(torch.uint8)
         return found.reshape(self.shape)
 
-    def unpacked(self, signs: Tensor, dtype: torch.dtype, order: str) -> Tensor:
+    def unpacked(self, sign_mask: Tensor, dtype: torch.dtype, order: str) -> Tensor:
         """(B, L, G, N) in that order: 1 where positive, else 0. The activation's derivative has the
         same values there as at y."""
         batch, groups, tiles, boxes = self.shape[:4]
-        bytes_ = signs.view(batch, groups, tiles, boxes, 4, 8, 4, 2, 2, 1, 1).to(torch.int32)
-        bits = bytes_ >> self._places(signs.device) & 1
+        bytes_ = sign_mask.view(batch, groups, tiles, boxes, 4, 8, 4, 2, 2, 1, 1).to(torch.int32)
+        bits = bytes_ >> self._places(sign_mask.device) & 1
         rows = bits.permute(0, 2, 4, 10, 5, 1, 3, 7, 9, 6, 8)
         wide = rows.reshape(batch, tiles * _BOX, groups, boxes * _BOX)
         return layouts.dense(wide[:, : self.length, :, : self.n].to(dtype), order)
@@ -225,11 +227,11 @@ def has_place(order: str, m: int, groups: int, k: int, n: int) -> bool:
 def _rows_of(order: str, m: int, groups: int, k: int, n: int) -> int | None:
     """Tokens of a row, as ``Place.p``; None where a direction has no configuration for it."""
     side = side_by_side(order, m, groups)
-    backward = strips_backward_config(side, k, n, signs=True, order=order)
+    backward = strips_backward_config(side, k, n, sign_mask=True, order=order)
     if backward is None:
         return None
     together = backward.groups if order == "groups" else None
-    if strips_config(side, k, n, False, signs=True, groups=together, order=order) is None:
+    if strips_config(side, k, n, False, sign_mask=True, groups=together, order=order) is None:
         return None
     return together or 1
 
@@ -243,10 +245,10 @@ def _one_pass(x: Tensor, n: int) -> bool:
         return False
     if triton_config.product_config(*sizes, *facts).block_k:
         return False
-    return triton_config.backward_config(*sizes, *facts, "relu", signs=True) is not None
+    return triton_config.backward_config(*sizes, *facts, "relu", sign_mask=True) is not None
 
 
-def are_signs(saved: Tensor | None) -> bool:
+def is_sign_mask(saved: Tensor | None) -> bool:
     """Whether what was saved are signs."""
     return saved is not None and saved.dtype is torch.uint8
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import reference, signs
-from fastlinear.ops.grouped_linear.signs import Channels
+from fastlinear.ops.grouped_linear import reference, sign_mask
+from fastlinear.ops.grouped_linear.sign_mask import Channels
 
 ALL = (True, True, True)
 ORDER = "channels"
@@ -46,7 +46,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-@pytest.mark.parametrize("activation", signs.ACTIVATIONS)
+@pytest.mark.parametrize("activation", sign_mask.ACTIVATIONS)
 def test_how_they_lie(activation: str) -> None:
     for place in (Channels(1, 5, 2, 40), Channels(3, 4, 1, 64), Channels(2, 1, 3, 17)):
         y = torch.randn(*place[:3], place.n)
@@ -74,7 +74,7 @@ def test_where_they_are_kept() -> None:
         x = torch.empty(batch, 64, 3, k, dtype=given.get("dtype", torch.half))
         how = {"activation": "relu", "order": ORDER, "forward": "triton", "backward": "triton"}
         how |= {name: given[name] for name in how if name in given}
-        return signs.place_for(x, torch.empty(3, n, k, dtype=x.dtype), **how)
+        return sign_mask.place_for(x, torch.empty(3, n, k, dtype=x.dtype), **how)
 
     for k, n in ((100, 100), (32, 17), (128, 128), (8, 64)):
         assert place(k, n) == Channels(2, 64, 3, n)
@@ -101,7 +101,7 @@ def test_gradients_are_those_of_saved_outputs(sizes: tuple[int, ...]) -> None:
     ):
         x, weight, bias, dy = drawn(sizes, dtype)
         y, _ = triton.forward(x, weight, bias, activation, False, ORDER)
-        again, kept = triton.forward(x, weight, bias, activation, False, ORDER, signs=place)
+        again, kept = triton.forward(x, weight, bias, activation, False, ORDER, sign_mask=place)
         assert same(y, again)
         assert kept is not None
         ones = place.unpacked(kept, dtype)
@@ -132,7 +132,7 @@ def test_nothing_and_too_much_are_left_to_pytorch() -> None:
     from fastlinear.ops.grouped_linear import triton, triton_backward, triton_tensors
 
     x, weight, bias, dy = drawn((2, 0, 3, 20, 40), torch.float16)
-    y, kept = triton.forward(x, weight, bias, "relu", False, ORDER, signs=Channels(2, 0, 3, 40))
+    y, kept = triton.forward(x, weight, bias, "relu", False, ORDER, sign_mask=Channels(2, 0, 3, 40))
     assert y.shape == (2, 0, 3, 40)
     assert kept is not None
     assert kept.shape == (2, 3, 8, 0)
@@ -145,10 +145,10 @@ def test_nothing_and_too_much_are_left_to_pytorch() -> None:
     assert not db.any()
     x, weight, bias, dy = drawn((1, 9, 2, 20, 40), torch.float16, special=False)
     place = Channels(1, 9, 2, 40)
-    y, kept = triton.forward(x, weight, bias, "relu", False, ORDER, signs=place)
+    y, kept = triton.forward(x, weight, bias, "relu", False, ORDER, sign_mask=place)
     far, triton_tensors.far_apart = triton_tensors.far_apart, lambda *_: True
     try:
-        theirs, packed = triton.forward(x, weight, bias, "relu", False, ORDER, signs=place)
+        theirs, packed = triton.forward(x, weight, bias, "relu", False, ORDER, sign_mask=place)
         found = triton_backward.backward(dy, packed, x, weight, "relu", ALL, ORDER)
     finally:
         triton_tensors.far_apart = far

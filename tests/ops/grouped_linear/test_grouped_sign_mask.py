@@ -11,14 +11,14 @@ import nvrtc_offline as offline
 import pytest
 import torch
 from hopper_only import hopper_tests
-from signs_check import ALL, check_gradients, drawn, same
+from sign_mask_checks import ALL, check_gradients, drawn, same
 from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import (
     reference,
-    signs,
+    sign_mask,
     strips,
     strips_backward,
     strips_backward_config,
@@ -28,7 +28,7 @@ from fastlinear.ops.grouped_linear import (
 from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear
 from fastlinear.ops.grouped_linear.backends import FAMILY
 from fastlinear.ops.grouped_linear.problem import problem
-from fastlinear.ops.grouped_linear.signs import Place
+from fastlinear.ops.grouped_linear.sign_mask import Place
 
 # (groups, K, N)
 SIZES = (
@@ -39,7 +39,7 @@ SPECIAL = (0.0, -0.0, float("nan"), float("inf"), float("-inf"), 1e-40, -1e-40, 
 
 
 def modelled(y: np.ndarray[Any, Any], place: Place, activation: str) -> np.ndarray[Any, Any]:
-    """The signs of y (M, G, N), number by number, as ``strips_signs.h`` says."""
+    """The signs of y (M, G, N), number by number, as ``strips_sign_mask.h`` says."""
     made = np.zeros(place.shape, np.uint8)
     for (token, group, feature), value in np.ndenumerate(y):
         plane, row, column = 0, token, group * place.n + feature
@@ -58,7 +58,7 @@ def specials(m: int, groups: int, n: int, dtype: torch.dtype, order: str) -> Ten
     return layouts.dense(y.to(dtype), order)
 
 
-@pytest.mark.parametrize("activation", signs.ACTIVATIONS)
+@pytest.mark.parametrize("activation", sign_mask.ACTIVATIONS)
 def test_how_they_lie(activation: str) -> None:
     for place in (
         *(Place("tokens", m, 6, 12, 1) for m in (1, 31, 32, 70)),
@@ -77,7 +77,7 @@ def test_how_they_lie(activation: str) -> None:
 
 
 def test_the_derivative_is_the_same_there() -> None:
-    for activation, order in itertools.product(signs.ACTIVATIONS, strips_tiles.ORDERS):
+    for activation, order in itertools.product(sign_mask.ACTIVATIONS, strips_tiles.ORDERS):
         place = Place(order, 40, 4, 12, 2 if order == "groups" else 1)
         y = specials(40, 4, 12, torch.float16, order)
         y = y.where(~y.isnan(), 1.0)  # PyTorch's own derivative takes NaN in another way
@@ -94,7 +94,7 @@ def test_where_they_are_kept() -> None:
         x = torch.empty(given.get("batch", 1), m, groups, k, dtype=given.get("dtype", torch.half))
         how = {"activation": "relu", "order": "tokens", "forward": "strips", "backward": "strips"}
         how |= {name: given[name] for name in how if name in given}
-        return signs.place_for(x, torch.empty(groups, n, k, dtype=x.dtype), **how)
+        return sign_mask.place_for(x, torch.empty(groups, n, k, dtype=x.dtype), **how)
 
     for groups, k, n in SIZES:
         assert place(groups, k, n) == Place("tokens", 64, groups, n, 1)
@@ -115,24 +115,24 @@ def test_where_they_are_kept() -> None:
 
 def test_configurations_fit_the_chip() -> None:
     for groups, k, n in SIZES:
-        first = strips_config.strips_config(groups, k, n, False, signs=True)
-        second = strips_backward_config.strips_backward_config(groups, k, n, signs=True)
+        first = strips_config.strips_config(groups, k, n, False, sign_mask=True)
+        second = strips_backward_config.strips_backward_config(groups, k, n, sign_mask=True)
         assert first is not None
         assert second is not None
-        assert strips_config.fits(first, k, n, False, signs=True)
-        assert strips_backward_config.fits(second, k, n, True, ALL, signs=True)
+        assert strips_config.fits(first, k, n, False, sign_mask=True)
+        assert strips_backward_config.fits(second, k, n, True, ALL, sign_mask=True)
     # the same warps as without signs, in the room of what was saved more tiles
     config = strips_backward_config.StripsBackwardConfig(2, 4, 2, 4, 2)
-    assert strips_backward_config.strips_backward_config(100, 100, 100, signs=True) == config
+    assert strips_backward_config.strips_backward_config(100, 100, 100, sign_mask=True) == config
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
     groups, k, n = sizes
-    for shared, activation in itertools.product((False, True), signs.ACTIVATIONS):
+    for shared, activation in itertools.product((False, True), sign_mask.ACTIVATIONS):
         side = 16 if shared else groups
-        first = strips_config.strips_config(side, k, n, False, signs=True)
-        second = strips_backward_config.strips_backward_config(side, k, n, signs=True)
+        first = strips_config.strips_config(side, k, n, False, sign_mask=True)
+        second = strips_backward_config.strips_backward_config(side, k, n, sign_mask=True)
         assert first is not None
         assert second is not None
         dtype = torch.float16 if activation == "relu" and shared else torch.bfloat16
@@ -154,10 +154,10 @@ def compare(
     m: int, sizes: tuple[int, int, int], dtype: torch.dtype, order: str, activation: str
 ) -> None:
     x, weight, bias, dy = drawn((1, m), sizes, dtype, order)
-    place = signs.place_for(x, weight, activation, order, "strips", "strips")
+    place = sign_mask.place_for(x, weight, activation, order, "strips", "strips")
     assert place is not None
     y, _ = strips.forward(x, weight, bias, activation, False, order)
-    again, kept = strips.forward(x, weight, bias, activation, False, order, signs=place)
+    again, kept = strips.forward(x, weight, bias, activation, False, order, sign_mask=place)
     assert same(y, again)
     assert kept is not None
     expected = place.unpacked(place.packed(y, activation), dtype)
@@ -193,7 +193,7 @@ class TestOnHopper:
         order = layouts.order_of(layout, (1, 1, 1))
         x, weight, bias, dy = drawn((1, 4096), (16, 100, 100), torch.bfloat16, order)
         given = [t.requires_grad_() for t in (users(x, layout), weight, bias)]
-        place = signs.place_for(x, weight, "relu", order, "strips", "strips")
+        place = sign_mask.place_for(x, weight, "relu", order, "strips", "strips")
         for _ in range(3):  # in Python, then by tapes
             y = fl.grouped_linear(*given, "relu", layout)
             dy_users = users(dy, layout)
@@ -202,7 +202,7 @@ class TestOnHopper:
             plain = Formula("relu", layout, "strips", "strips", *backends)
             assert place is not None
             expected = torch.autograd.grad(GroupedLinear.apply(*given, plain), given, dy_users)
-            kept = GroupedLinear.apply(*given, replace(plain, signs=place))
+            kept = GroupedLinear.apply(*given, replace(plain, sign_mask=place))
             assert all(map(same, found, expected))
             assert all(map(same, torch.autograd.grad(kept, given, dy_users), expected))
             assert all(map(same, torch.autograd.grad(y, given, dy_users), found))
@@ -232,10 +232,10 @@ class TestOnHopper:
 
     def test_what_strips_do_not_take_is_given_what_it_takes(self) -> None:
         x, weight, bias, dy = drawn((1, 64), (8, 100, 100), torch.bfloat16, "tokens")
-        place = signs.place_for(x, weight, "relu", "tokens", "strips", "strips")
-        y, kept = strips.forward(x, weight, bias, "relu", False, "tokens", signs=place)
+        place = sign_mask.place_for(x, weight, "relu", "tokens", "strips", "strips")
+        y, kept = strips.forward(x, weight, bias, "relu", False, "tokens", sign_mask=place)
         turned = weight.transpose(1, 2).contiguous().transpose(1, 2)
-        again, packed = strips.forward(x, turned, bias, "relu", False, "tokens", signs=place)
+        again, packed = strips.forward(x, turned, bias, "relu", False, "tokens", sign_mask=place)
         assert place is not None
         assert packed is not None
         assert kept is not None

@@ -11,15 +11,15 @@ import nvrtc_offline as offline
 import pytest
 import torch
 from hopper_only import hopper_tests
-from signs_check import ALL, check_gradients, drawn, same
+from sign_mask_checks import ALL, check_gradients, drawn, same
 from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import reference, resident, signs, wide_backward
+from fastlinear.ops.grouped_linear import reference, resident, sign_mask, wide_backward
 from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear
 from fastlinear.ops.grouped_linear.resident_config import resident_config
-from fastlinear.ops.grouped_linear.signs import Boxes
+from fastlinear.ops.grouped_linear.sign_mask import Boxes
 from fastlinear.ops.grouped_linear.wide_backward_config import (
     fits,
     shared_bytes,
@@ -38,7 +38,7 @@ def positive(y: Tensor, activation: str) -> Tensor:
     return ~(y <= 0) if activation == "relu" else y > 0
 
 
-@pytest.mark.parametrize("activation", signs.ACTIVATIONS)
+@pytest.mark.parametrize("activation", sign_mask.ACTIVATIONS)
 def test_how_they_lie(activation: str) -> None:
     for place in (Boxes(1, 70, 2, 40), Boxes(3, 8, 1, 72), Boxes(2, 64, 3, 136)):
         y = torch.randn(*place)
@@ -66,7 +66,7 @@ def test_where_they_are_kept() -> None:
     x, weight = torch.empty(3, 16, 2, 256, dtype=torch.bfloat16), torch.empty(2, 200, 256)
 
     def kept(forward: str, backward: str, activation: str = "relu", x: Tensor = x) -> Any:
-        return signs.place_for(x, weight, activation, "channels", forward, backward)
+        return sign_mask.place_for(x, weight, activation, "channels", forward, backward)
 
     assert kept("resident", "wide") == Boxes(3, 16, 2, 200)
     assert kept("resident", "wide", "leaky_relu") == Boxes(3, 16, 2, 200)
@@ -89,7 +89,7 @@ def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
     assert second.split == (k > 128)
     assert fits(second, n, False, ALL)
     assert shared_bytes(second, n, False, ALL) < shared_bytes(second, n, True, ALL)
-    for activation, channels in itertools.product(signs.ACTIVATIONS, (False, True)):
+    for activation, channels in itertools.product(sign_mask.ACTIVATIONS, (False, True)):
         dtype = torch.float16 if channels else torch.bfloat16
         how = channels, True
         text = resident.source(dtype, k, n, activation, True, False, first, *how)
@@ -113,7 +113,7 @@ def compare(
     x, weight, bias, dy = drawn(shape, sizes, dtype, order)
     place = Boxes(*shape, sizes[0], sizes[2])
     y, _ = resident.forward(x, weight, bias, activation, False, order)
-    again, kept = resident.forward(x, weight, bias, activation, False, order, signs=place)
+    again, kept = resident.forward(x, weight, bias, activation, False, order, sign_mask=place)
     assert same(y, again)
     assert kept is not None
     assert torch.equal(place.unpacked(kept, dtype, order), positive(y, activation).to(dtype))
@@ -173,7 +173,7 @@ class TestOnHopper:
             backends = resident.forward, wide_backward.backward
             plain = Formula("relu", layout, "resident", "wide", *backends)
             expected = torch.autograd.grad(GroupedLinear.apply(*given, plain), given, dy_users)
-            kept = GroupedLinear.apply(*given, replace(plain, signs=place))
+            kept = GroupedLinear.apply(*given, replace(plain, sign_mask=place))
             assert all(map(same, found, expected))
             assert all(map(same, torch.autograd.grad(kept, given, dy_users), expected))
             assert all(map(same, torch.autograd.grad(y, given, dy_users), found))
@@ -193,9 +193,9 @@ class TestOnHopper:
         for order, length in (("tokens", 64), ("channels", 72)):
             x, weight, bias, dy = drawn((1, length), (8, 200, 200), torch.bfloat16, order)
             place = Boxes(1, length, 8, 200)
-            y, kept = resident.forward(x, weight, bias, "relu", False, order, signs=place)
+            y, kept = resident.forward(x, weight, bias, "relu", False, order, sign_mask=place)
             turned = weight.transpose(1, 2).contiguous().transpose(1, 2)
-            again, packed = resident.forward(x, turned, bias, "relu", False, order, signs=place)
+            again, packed = resident.forward(x, turned, bias, "relu", False, order, sign_mask=place)
             assert packed is not None
             assert kept is not None
             assert torch.equal(packed, place.packed(again, "relu"))
