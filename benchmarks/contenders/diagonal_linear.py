@@ -67,13 +67,13 @@ def peers(case: Case) -> tuple[Peer, ...]:
         Peer("addcmul", lambda w: w.unit(_multiply_add), _branch_only),
         Peer("addcmul_out", lambda w: w.unit(_multiply_add_into(w)), _plain_forward_only),
         Peer("torchscript", lambda w: w.unit(_scripted(w))),
-        Peer("compile", lambda w: w.unit(_compiled(w)), compiler_missing, ahead=True),
+        Peer("compile", lambda w: w.unit(_compiled(w)), compiler_missing, precompile=True),
         Peer(
             "compile_reduce_overhead",
             lambda w: w.unit(_compiled(w, mode="reduce-overhead")),
             no_reduce_overhead,
             wall,
-            ahead=True,
+            precompile=True,
         ),
         Peer(
             "graphed_callable",
@@ -98,7 +98,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
                 f"{OURS}[{name}]",
                 lambda w: w.unit(_ours(w.case, name)),
                 why,
-                ahead=name == "triton",
+                precompile=name == "triton",
             ),
         ),
     )

@@ -138,7 +138,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
             _has_biases,
             reference=lambda w, dtype: w.without_biases().reference(dtype),
             names=lambda w: w.without_biases().names,
-            ahead=True,
+            precompile=True,
         ),
         *forced(NAME, problem_of, lambda name, why: _own(f"{OURS}[{name}]", name, reason_not=why)),
     )
@@ -161,7 +161,7 @@ def _compiled(
         return work.unit(run, order)
 
     why_not = compiler_missing if mode is None else no_compiler
-    return Peer(name, build, why_not, ahead=True, tunes=mode is not None)
+    return Peer(name, build, why_not, precompile=True, tunes=mode is not None)
 
 
 def _own(
@@ -175,7 +175,7 @@ def _own(
         name,
         lambda w: w.unit(_ours(w.case, backend, recompute, order), order),
         reason_not,
-        ahead=backend in (None, "triton", "elementwise"),
+        precompile=backend in (None, "triton", "elementwise"),
     )
 
 

@@ -145,7 +145,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
     """Eager, PyTorch's two ways into CUDA graphs, and ours over the module and over its MLP."""
     return (
         Peer("eager", lambda w: _unit(w, module_of(w))),
-        Peer("compile_reduce_overhead", _compiled, _no_compile, ahead=True),
+        Peer("compile_reduce_overhead", _compiled, _no_compile, precompile=True),
         Peer("make_graphed_callables", _pytorchs, cuda_only),
         Peer(OURS, lambda w: _unit(w, graphed(module_of(w))), cuda_only),
         Peer(

@@ -260,7 +260,7 @@ def _compiled(name: str, forward: Forward, layout: str) -> Peer:
 
         return work.unit(torch.compile(whole, dynamic=False, fullgraph=True), layout)
 
-    return Peer(name, build, no_compiler, reference=_reference(layout), ahead=True)
+    return Peer(name, build, no_compiler, reference=_reference(layout), precompile=True)
 
 
 def _own(
@@ -275,7 +275,7 @@ def _own(
         lambda w: w.unit(of(w.case), layout),
         reason_not,
         reference=_reference(layout),
-        ahead=backend in (None, "triton", "wide"),
+        precompile=backend in (None, "triton", "wide"),
     )
 
 

@@ -32,12 +32,12 @@ def peers(case: Case) -> tuple[Peer, ...]:
     return (
         Peer("eager", lambda w: w.unit(by.eager(w))),
         Peer("eager_kn", lambda w: w.unit(by.eager_kn(w)), forward_only),
-        Peer("compile", lambda w: w.unit(by.compiled(w)), compiler_missing, ahead=True),
+        Peer("compile", lambda w: w.unit(by.compiled(w)), compiler_missing, precompile=True),
         Peer(
             "compile_max_autotune",
             lambda w: w.unit(by.max_autotune(w)),
             no_compiler,
-            ahead=True,
+            precompile=True,
             tunes=True,
         ),
         Peer(
@@ -45,7 +45,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
             lambda w: w.unit(by.reduce_overhead(w)),
             no_reduce_overhead,
             ("wall",),
-            ahead=True,
+            precompile=True,
         ),
         Peer("cuda_graph", lambda w: by.graphed(w, w.unit(by.eager(w))), cuda_only, ("wall",)),
         Peer("cublaslt", lambda w: w.unit(by.cublaslt), no_cublaslt),
@@ -64,7 +64,10 @@ def peers(case: Case) -> tuple[Peer, ...]:
             linear_act.NAME,
             problem_of,
             lambda name, why: Peer(
-                f"{OURS}[{name}]", lambda w: w.unit(by.ours(w, name)), why, ahead=name == "triton"
+                f"{OURS}[{name}]",
+                lambda w: w.unit(by.ours(w, name)),
+                why,
+                precompile=name == "triton",
             ),
         ),
         Peer(f"{OURS}_bare_products", bare.step, bare.reason_not, reference=bare.reference),

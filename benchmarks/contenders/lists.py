@@ -212,7 +212,7 @@ def contender(
     reason_not: Callable[[Case], str | None] = lambda _: None,
     *,
     compiled: bool = False,
-    ahead: bool = False,
+    precompile: bool = False,
 ) -> Peer:
     """A contender by its form; ``forward`` is made for the work, ``gathered`` for judging."""
 
@@ -222,4 +222,4 @@ def contender(
             run = torch.compile(run, dynamic=False, fullgraph=True)
         return work.unit(lay, run)
 
-    return Peer(name, build, reason_not, gathered=gathered, ahead=compiled or ahead)
+    return Peer(name, build, reason_not, gathered=gathered, precompile=compiled or precompile)

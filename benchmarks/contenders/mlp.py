@@ -40,19 +40,19 @@ def peers(case: Case) -> tuple[Peer, ...]:
     return (
         Peer("eager", lambda w: w.unit(_eager(w))),
         Peer("hand_loop", lambda w: _hand_step(w) if case.needs_grad else w.unit(_hand_loop(w))),
-        Peer("compile", lambda w: w.unit(by.compiled(w)), no_compiler, ahead=True),
+        Peer("compile", lambda w: w.unit(by.compiled(w)), no_compiler, precompile=True),
         Peer(
             "compile_reduce_overhead",
             lambda w: w.unit(by.reduce_overhead(w)),
             no_reduce_overhead,
             wall,
-            ahead=True,
+            precompile=True,
         ),
         Peer(
             "compile_max_autotune",
             lambda w: w.unit(by.max_autotune(w)),
             no_compiler,
-            ahead=True,
+            precompile=True,
             tunes=True,
         ),
         Peer("cuda_graph", lambda w: by.graphed(w, w.unit(_eager(w))), cuda_only, wall),
@@ -102,12 +102,12 @@ def tune(case: Case, device: torch.device) -> None:
     tune_pieces(tuning_order, problem_of(case), device)
 
 
-def _forced(backend: Backend, ahead: bool) -> Peer:
+def _forced(backend: Backend, precompile: bool) -> Peer:
     def reason_not(case: Case) -> str | None:
         return backend.reason_not(problem_of(case))
 
     name = f"{OURS}[{backend.name}]"
-    return Peer(name, lambda w: w.unit(_ours(backend.name)), reason_not, ahead=ahead)
+    return Peer(name, lambda w: w.unit(_ours(backend.name)), reason_not, precompile=precompile)
 
 
 # --------------------------------------------------------------------------------------------

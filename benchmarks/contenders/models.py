@@ -152,13 +152,13 @@ def peers(case: Case) -> tuple[Peer, ...]:
 
     return (
         Peer("eager", lambda w: w.unit(w.model)),
-        Peer("compile", lambda w: w.unit(_compiled(w.model)), no_compiler, ahead=True),
+        Peer("compile", lambda w: w.unit(_compiled(w.model)), no_compiler, precompile=True),
         Peer(
             "compile_reduce_overhead",
             lambda w: w.unit(_reduced(w.model)),
             no_reduce_overhead,
             ("wall",),
-            ahead=True,
+            precompile=True,
         ),
         Peer("compile_max_autotune", lambda w: w.unit(_compiled(w.model, **tuned)), no_compiler),
         Peer(OURS, lambda w: w.unit(_optimized(w))),

@@ -195,9 +195,9 @@ def peers(case: Case) -> tuple[Peer, ...]:
         contender("grouped_mm", _whole, _grouped_mm, flat, _no_grouped_mm),
         contender("compile", _experts, _loop, _one_output, no_compiler, compiled=True),
         contender("compile_grouped_mm", _whole, _grouped_mm, flat, _no_compiled, compiled=True),
-        contender(OURS, _whole, _ours(None), flat, ahead=True),
+        contender(OURS, _whole, _ours(None), flat, precompile=True),
         contender(f"{OURS}[loop]", _whole, _ours("eager"), flat),
-        contender(f"{OURS}[triton]", _whole, _ours("triton"), flat, cuda_only, ahead=True),
+        contender(f"{OURS}[triton]", _whole, _ours("triton"), flat, cuda_only, precompile=True),
     )
 
 

@@ -45,7 +45,8 @@ class Peer:
         error_growth: Work → how many times the common limit its error may be.
         saving: Work → how many times fewer multiplications it does than are counted: so many times
             faster than the roofline it may be.
-        ahead: whether what its first call compiles stays on disk, where other processes find it.
+        precompile: whether what its first call compiles stays on disk, where other processes find
+            it.
         tunes: whether that call times kernels for the case's products, whatever their number.
     """
 
@@ -58,7 +59,7 @@ class Peer:
     gathered: Callable[[Any, tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda _, found: found
     error_growth: Callable[[Any], float] = lambda _: 1.0
     saving: Callable[[Any], float] = lambda _: 1.0
-    ahead: bool = False
+    precompile: bool = False
     tunes: bool = False
 
     @property

@@ -14,10 +14,10 @@ import torch
 
 from benchmarks.harness import resume as resuming
 from benchmarks.harness import rows as rows_of
-from benchmarks.harness.ahead import Ahead
 from benchmarks.harness.case import Case
 from benchmarks.harness.measure import first_line, run_case, skipped
 from benchmarks.harness.pick import check_known, command, pick
+from benchmarks.harness.precompile import Precompiler
 from benchmarks.harness.rows import Row
 from benchmarks.harness.settings import Settings
 from fastlinear.core.errors import UnsupportedError
@@ -118,7 +118,7 @@ def run(
         _threads(threads),
         _current(place),
         resuming.opened(resume, out, picked, settings) as (kept, file),
-        Ahead(settings, jobs) as ahead,
+        Precompiler(settings, jobs) as precompiler,
         _few_to_collect() as keep_apart,
     ):
         rows = list(kept.rows)
@@ -129,7 +129,7 @@ def run(
         for i, case in enumerate(left):
             spent = budget_s is not None and time.monotonic() - start > budget_s
             if not spent and i % (_CASES_A_JOB * jobs) == 0:
-                ahead.compile(left[i : i + _CASES_A_JOB * jobs], progress)
+                precompiler.compile(left[i : i + _CASES_A_JOB * jobs], progress)
             progress(case.name, done + i, len(picked))
             if spent:
                 fresh = [skipped(case, "all", "the run's time budget was spent", settings.facts())]

@@ -1,4 +1,4 @@
-"""One process that compiles ahead (``python -m benchmarks.harness.ahead_worker``).
+"""One process that compiles ahead (``python -m benchmarks.harness.precompile_worker``).
 
 Tasks come as lines of JSON on stdin, answers go as lines to stdout; it ends with its stdin.
 """

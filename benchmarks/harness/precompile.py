@@ -31,7 +31,7 @@ from benchmarks.harness.settings import Settings
 from fastlinear.core.errors import InputError
 from fastlinear.core.progress import Progress
 
-_WORKER = "benchmarks.harness.ahead_worker"
+_WORKER = "benchmarks.harness.precompile_worker"
 _MOST_ENDS = 3
 _PATIENCE_S = 300.0  # without any answer; max-autotune takes up to a minute a chain
 
@@ -61,7 +61,7 @@ def tasks_of(cases: Sequence[Case], settings: Settings) -> list[Task]:
         if "first_call" in case.metrics:
             continue
         every = KINDS[case.family].peers(case)
-        able = [p for p in every if p.ahead and settings.why_not(p, case) is None]
+        able = [p for p in every if p.precompile and settings.why_not(p, case) is None]
         sizes = tuple(d for d in case.dims if d[0] != "L")
         for peer in able:
             if peer.tunes:
@@ -73,7 +73,7 @@ def tasks_of(cases: Sequence[Case], settings: Settings) -> list[Task]:
     return [*(Task(tuple(same), (str(k[0]),)) for k, same in tuned.items()), *others]
 
 
-class Ahead:
+class Precompiler:
     """The processes of a run: started at the first task, ended with the run.
 
     Args:
@@ -94,7 +94,7 @@ class Ahead:
         self._workers: list[_Worker] = []
         self._folder = ""
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> Precompiler:
         return self
 
     def __exit__(

@@ -15,12 +15,12 @@ import torch
 from filelock import FileLock
 
 from benchmarks.experiments import overhead
-from benchmarks.harness import ahead as ahead_module
-from benchmarks.harness.ahead import Ahead, Task, tasks_of
-from benchmarks.harness.ahead_worker import time_alone
+from benchmarks.harness import precompile
 from benchmarks.harness.case import Case
 from benchmarks.harness.kinds import KINDS
 from benchmarks.harness.peer import Peer
+from benchmarks.harness.precompile import Precompiler, Task, tasks_of
+from benchmarks.harness.precompile_worker import time_alone
 from benchmarks.harness.settings import Settings
 from fastlinear.core.errors import InputError
 from fastlinear.core.progress import silent
@@ -53,10 +53,10 @@ def test_tasks_share_the_timing_of_products_and_take_no_one_who_is_left_out(
 
     known = (
         Peer("eager", never),
-        Peer("compile", never, ahead=True),
-        Peer("graphs", never, ahead=True),
-        Peer("nowhere", never, lambda _: "not here", ahead=True),
-        Peer("tuned", never, ahead=True, tunes=True),
+        Peer("compile", never, precompile=True),
+        Peer("graphs", never, precompile=True),
+        Peer("nowhere", never, lambda _: "not here", precompile=True),
+        Peer("tuned", never, precompile=True, tunes=True),
     )
     kind = dataclasses.replace(KINDS["mlp"], peers=lambda _: known)
     monkeypatch.setitem(KINDS, "mlp", kind)  # type: ignore[call-overload]
@@ -76,13 +76,13 @@ def test_two_processes_answer_and_say_what_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = Task((tiny(),), ("eager",)), Task((tiny(activation="no_such"),), ("eager",))
-    monkeypatch.setattr(ahead_module, "tasks_of", lambda *_: [good, bad, good])
+    monkeypatch.setattr(precompile, "tasks_of", lambda *_: [good, bad, good])
     seen: list[tuple[str, int, int]] = []
-    with Ahead(SETTINGS, 2) as ahead:
-        ahead.compile([tiny()], lambda *a: seen.append(a))
-        processes = [w._process for w in ahead._workers]
+    with Precompiler(SETTINGS, 2) as precompiler:
+        precompiler.compile([tiny()], lambda *a: seen.append(a))
+        processes = [w._process for w in precompiler._workers]
         assert all(p is not None and p.poll() is None for p in processes)
-        folder = Path(ahead._folder)
+        folder = Path(precompiler._folder)
         assert folder.is_dir()
     assert all(p is not None and p.poll() is not None for p in processes)
     assert not folder.exists()
@@ -96,22 +96,22 @@ def test_two_processes_answer_and_say_what_failed(
 def test_a_process_that_ends_costs_its_task_and_is_given_up_in_the_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ahead_module, "tasks_of", lambda *_: [Task((tiny(),), ("eager",))])
-    monkeypatch.setattr(ahead_module, "_WORKER", "json.tool")  # finds no such file, and ends
-    with Ahead(SETTINGS, 2) as ahead:
+    monkeypatch.setattr(precompile, "tasks_of", lambda *_: [Task((tiny(),), ("eager",))])
+    monkeypatch.setattr(precompile, "_WORKER", "json.tool")  # finds no such file, and ends
+    with Precompiler(SETTINGS, 2) as precompiler:
         for _ in range(5):  # a batch of one task is served by the first process
-            ahead.compile([tiny()], silent)
+            precompiler.compile([tiny()], silent)
     lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("not compiled")]
     assert ["ended with exit code" in x for x in lines] == [True, True, True, False, False]
     assert all("ended 3 times" in x for x in lines[3:])
 
 
 def test_one_job_starts_nothing_and_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead_module, "tasks_of", lambda *_: pytest.fail("begun"))
-    with Ahead(SETTINGS, 1) as ahead:
-        ahead.compile([tiny()], silent)
+    monkeypatch.setattr(precompile, "tasks_of", lambda *_: pytest.fail("begun"))
+    with Precompiler(SETTINGS, 1) as precompiler:
+        precompiler.compile([tiny()], silent)
     with pytest.raises(InputError, match="at least 1"):
-        Ahead(SETTINGS, 0)
+        Precompiler(SETTINGS, 0)
 
 
 @pytest.mark.parametrize("hooked", [True, False])
