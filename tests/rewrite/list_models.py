@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlinear.ops.unequal_linear.op import explain
-from fastlinear.rewrite.swap import tower_forward
+from fastlinear.rewrite.swap import parallel_mlps_forward
 
 FAMILY = ("grouped_linear",)
 SIZES = ((8, 6), (5, 7), (12, 3), (8, 6), (3, 9))
@@ -164,14 +164,14 @@ def agree(ours: nn.Module, theirs: nn.Module, x: tuple[Any, ...]) -> None:
 def calls_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of linears that rewritten forwards compute at once from here on."""
     seen: list[int] = []
-    real = tower_forward.layered
+    real = parallel_mlps_forward.layered
 
     def layered(xs: Any, *rest: Any) -> Any:
         found = real(xs, *rest)
         seen.append(len(xs))
         return found
 
-    monkeypatch.setattr(tower_forward, "layered", layered)
+    monkeypatch.setattr(parallel_mlps_forward, "layered", layered)
     return seen
 
 

@@ -263,7 +263,7 @@ ROUTES: dict[str, Route] = {
     "row": Route(Row, {"guard", "call_row"}),
     "parts": Route(Parts, {"guard", "call_parts"}),
     "loop": Route(Loop, {"guard", "grouped_linear"}),
-    "towers": Route(Towers, {"guard", "call_towers"}),
+    "towers": Route(Towers, {"guard", "call_parallel_mlps"}),
     "list": Route(Heads, {"guard", "unequal_linear", "call_list"}),
     "stacked weights": Route(stacked, {"guard", "grouped_linear"}),
     "grouped convolution": Route(Convolution, {"grouped_forward", "grouped_linear"}),

@@ -32,7 +32,7 @@ from list_models import (
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.rewrite.swap import list_forward, tower_forward
+from fastlinear.rewrite.swap import list_forward, parallel_mlps_forward
 
 pytestmark = pytest.mark.skipif(not TOGETHER, reason="unequal_linear has no kernels here")
 
@@ -209,9 +209,9 @@ def test_slower_and_wrong_calls_are_not_kept(clock: Any, monkeypatch: pytest.Mon
     assert result.kept == 0
     assert any("as unequal_linear left alone: one call is" in note for note in result.notes)
     clock(FAST)
-    real = tower_forward.unequal_linear
+    real = parallel_mlps_forward.unequal_linear
     wrong = lambda *a, **how: [y * 1.001 for y in real(*a, **how)]  # noqa: E731
-    monkeypatch.setattr(tower_forward, "unequal_linear", wrong)
+    monkeypatch.setattr(parallel_mlps_forward, "unequal_linear", wrong)
     result = optimized(Listed().eval(), (own(),), families=FAMILY)
     assert result.kept == 0
     assert any("less accurate" in note for note in result.notes)

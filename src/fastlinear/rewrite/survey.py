@@ -52,7 +52,7 @@ def profile(
     Returns:
         A ProfileReport. Step time is measured without the profiler; host times are the profiler's
         shares of it, so ops of a few µs look somewhat dearer than they are. Kernel times are the
-        device's own. Layers that could be one (gated MLPs, groups, lists and towers of linears) and
+        device's own. Layers that could be one (gated MLPs, groups, lists and parallel MLPs) and
         diagonal layers are measured as they are and as one, for ten seconds at most.
 
     Raises:

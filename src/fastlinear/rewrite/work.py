@@ -74,7 +74,7 @@ class Work:
         gates_left: why gated MLPs may not become one call, by the first of their linears.
         tried: chains by rule and first linear → microseconds a call of their layers and as one
             call, and the ratio of these.
-        standing: the towers of modules, those that are left alone too.
+        standing: the parallel MLPs of modules, those that are left alone too.
         listed: the same of the linears of lists.
         left_alone: why such layers are not rewritten, by the first of them.
         compiled_s: how long this process had compiled C++ before.

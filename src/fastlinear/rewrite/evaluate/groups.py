@@ -16,15 +16,15 @@ from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.profile.records import IN_PLACE, Finding
 from fastlinear.rewrite.evaluate.covered import covered
 from fastlinear.rewrite.evaluate.groups_lists import KIND, of_list
+from fastlinear.rewrite.evaluate.groups_parallel_mlps import of_parallel_mlps
 from fastlinear.rewrite.evaluate.groups_products import WHY, of_product
-from fastlinear.rewrite.evaluate.groups_towers import of_towers
 from fastlinear.rewrite.evaluate.groups_units import Run, Unit, of_row, of_whole
 from fastlinear.rewrite.evaluate.groups_watch import watched
 from fastlinear.rewrite.evaluate.not_measured import budget_spent, not_measured
 from fastlinear.rewrite.evaluate.of_the_step import of_the_step
-from fastlinear.rewrite.match.fused_towers import UNEQUAL
+from fastlinear.rewrite.match.fused_parallel_mlps import UNEQUAL
 from fastlinear.rewrite.outcome import SiteOutcome
-from fastlinear.rewrite.rules.grouped_towers import Standing
+from fastlinear.rewrite.rules.grouped_parallel_mlps import Standing
 from fastlinear.rewrite.work import OFFERED, Work
 
 CODE = "grouped_linear"
@@ -43,14 +43,14 @@ def find(work: Work) -> None:
     seen = watched(work)
     units = [of_row(work, row, seen.linears) for row in seen.rows]
     units += [of_whole(work.model, match, calls) for match, calls in seen.wholes]
-    units += [of_towers(work, one, seen.firsts) for one in work.standing]
+    units += [of_parallel_mlps(work, one, seen.firsts) for one in work.standing]
     known = [set(row.members) for row in seen.rows]
     known += [set(match.members) for match, _ in seen.wholes]
     units += [of_list(work, o, seen.firsts) for o in work.listed if set(o.linears) not in known]
     units += [of_product(work.model, product) for product in seen.products]
     work.left_alone |= {product.fqn: WHY for product in seen.products}
     wanted = [u for u in units if u is not None and u.dtype in DTYPE_NAMES]
-    found = [_untold(one) for one in work.standing if not one.towers]
+    found = [_untold(one) for one in work.standing if not one.parallel_mlps]
     for i, unit in enumerate(wanted):
         kept = _kept(work, unit)
         if work.budget.left_s == 0 and kept is None:
@@ -92,7 +92,7 @@ def _unmeasured(work: Work, unit: Unit) -> Finding:
 
 
 def _untold(one: Standing) -> Finding:
-    """Sequentials side by side that are no towers of linears."""
+    """Sequentials side by side that are no parallel MLPs."""
     words = f"{len(one.names)} Sequentials side by side run one after another"
     first, *_, last = one.names
     title = f"{first!r} to {last!r}"

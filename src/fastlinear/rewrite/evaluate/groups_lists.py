@@ -12,9 +12,9 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.rewrite.evaluate.groups_units import Unit, strided
 from fastlinear.rewrite.in_code import in_code_together
 from fastlinear.rewrite.rules.grouped import Seen
-from fastlinear.rewrite.rules.grouped_towers import Standing
+from fastlinear.rewrite.rules.grouped_parallel_mlps import Standing
 from fastlinear.rewrite.swap.grouped_forward import parameters_of
-from fastlinear.rewrite.swap.tower_forward import LISTS, Way, abreast, fit
+from fastlinear.rewrite.swap.parallel_mlps_forward import LISTS, Way, abreast, fit
 from fastlinear.rewrite.work import Work
 
 KIND = "list"
@@ -36,7 +36,7 @@ def of_list(work: Work, one: Standing, firsts: Mapping[str, Sequence[Seen]]) -> 
     inputs, xs = list(known.values()), [known[place] for place in places]
     modules = [work.model.get_submodule(name) for name in one.linears]
     weights, biases = parameters_of(modules)
-    way = Way(one.towers[0].activations, LISTS)
+    way = Way(one.parallel_mlps[0].activations, LISTS)
     if not fit(xs, [weights], [biases], way):
         return None
     value = activation_of(way.activations[0]).value
@@ -50,7 +50,7 @@ def of_list(work: Work, one: Standing, firsts: Mapping[str, Sequence[Seen]]) -> 
     own = [p for module in modules for p in module.parameters() if p.requires_grad]
     leaves = [inputs[0], *inputs[1:], *own]
     read = "one input" if len(inputs) == 1 else "inputs of their own"
-    sizes = "one size" if len({tower.sizes for tower in one.towers}) == 1 else "different sizes"
+    sizes = "one size" if len({mlp.sizes for mlp in one.parallel_mlps}) == 1 else "different sizes"
     act = "" if way.activations[0] == "none" else f", each followed by {way.activations[0]},"
     return Unit(
         before=before,
@@ -86,8 +86,8 @@ def _advice(work: Work, one: Standing, activation: str, bias: bool) -> str:
 def _cost(one: Standing, seen: Sequence[Seen], inputs: int) -> Cost:
     """Of the products, and of inputs, weights and results, each moved once."""
     size, flops, numbers = seen[0].dtype.itemsize, 0.0, 0
-    for i, (tower, s) in enumerate(zip(one.towers, seen, strict=True)):
-        ((n, k),), tokens = tower.sizes, math.prod(s.shape[:-1])
+    for i, (mlp, s) in enumerate(zip(one.parallel_mlps, seen, strict=True)):
+        ((n, k),), tokens = mlp.sizes, math.prod(s.shape[:-1])
         flops += 2.0 * tokens * n * k
         numbers += n * k + tokens * n + (tokens * k if i < inputs else 0)
     return Cost(flops, float(size * numbers))

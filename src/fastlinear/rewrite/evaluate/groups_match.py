@@ -12,8 +12,8 @@ from fastlinear.rewrite.fusion import Fusion, InSequential
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.rules.grouped_chains import chain_of
 from fastlinear.rewrite.rules.grouped_lists import lists_of, standing_lists
+from fastlinear.rewrite.rules.grouped_parallel_mlps import standing, suspects
 from fastlinear.rewrite.rules.grouped_rows import rows_of
-from fastlinear.rewrite.rules.grouped_towers import standing, suspects
 from fastlinear.rewrite.work import Work
 
 _TAKEN = "another rewrite has one of its linears"
@@ -29,7 +29,8 @@ def group_chains(
     Args:
         work: the optimization under way.
         candidates: what the rule of linear_act found, by name.
-        others: the other chains; one of a tower competes with what becomes of all towers.
+        others: the other chains; one of a parallel MLP competes with what becomes of all parallel
+            MLPs.
     """
     sites = {s.fqn: s for s in work.profile.sites}
     others = tuple(others)
@@ -48,7 +49,7 @@ def group_chains(
         else:
             found.append(made)
     elsewhere = {n for c in others if not isinstance(c.forward, InSequential) for n in c.names}
-    found += _towers(work, candidates, elsewhere | {n for c in found for n in c.names})
+    found += _parallel_mlps(work, candidates, elsewhere | {n for c in found for n in c.names})
     gone.update(name for chain in found for name in chain.names)
     if backend is None:
         found += _lists(work, candidates, gone)
@@ -75,7 +76,9 @@ def _lists(work: Work, candidates: Mapping[str, Candidate], gone: Container[str]
     return found
 
 
-def _towers(work: Work, candidates: Mapping[str, Candidate], gone: Container[str]) -> list[Fusion]:
+def _parallel_mlps(
+    work: Work, candidates: Mapping[str, Candidate], gone: Container[str]
+) -> list[Fusion]:
     """Sequentials side by side; ``work.standing`` has those that are left alone too."""
     sites = {s.fqn: s for s in work.profile.sites}
     backend = work.config.backends.get(NAME)

@@ -20,7 +20,7 @@ from fastlinear.rewrite.evaluate.groups_products import Product, Products
 from fastlinear.rewrite.match.calls import Kind, SiteCalls
 from fastlinear.rewrite.rules import grouped as rule
 from fastlinear.rewrite.rules import grouped_modules as modules
-from fastlinear.rewrite.rules import grouped_towers as towers
+from fastlinear.rewrite.rules import grouped_parallel_mlps as parallel_mlps
 from fastlinear.rewrite.rules.grouped import Row, Seen
 from fastlinear.rewrite.rules.grouped_lists import lists_of
 from fastlinear.rewrite.rules.grouped_modules import Whole
@@ -35,8 +35,8 @@ class Watched:
         rows: linears on parts of one tensor, or on one tensor.
         wholes: modules that are a grouped layer, each with its calls.
         linears: the model's plain linears.
-        firsts: the first linear of each tower → its calls; their inputs were all kept meanwhile,
-            so that no two lie in one place.
+        firsts: the first linear of each parallel MLP → its calls; their inputs were all kept
+            meanwhile, so that no two lie in one place.
         products: products with a weight per group in modules that are no grouped layer.
     """
 
@@ -95,7 +95,7 @@ def _watch(work: Work, linears: dict[str, nn.Module], suspects: dict[str, nn.Mod
     lists = lists_of(work.model, work.profile.sites)
     listed = {n for names in lists.values() for some in names for n in some}
     firsts: dict[str, list[Seen]] = {
-        name: [] for name in (*towers.firsts(work.model), *sorted(listed)) if name in linears
+        name: [] for name in (*parallel_mlps.firsts(work.model), *sorted(listed)) if name in linears
     }
     opaque = any(
         is_compiled(m) or isinstance(m, torch.jit.ScriptModule) for m in work.model.modules()
@@ -131,7 +131,7 @@ def _run(
     calls: list[Seen] = []
     given = {fqn: _Given() for fqn in suspects}
     open_: list[Tensor] = []  # keeps the last input's memory from new use
-    kept: list[Tensor] = []  # and that of the towers' inputs
+    kept: list[Tensor] = []  # and that of the parallel MLPs' inputs
     parents = {site.fqn: site.parent_fqn for site in work.profile.sites}
     handed: dict[str, set[tuple[int, int]]] = {}  # memory that the lists' callers are given
 

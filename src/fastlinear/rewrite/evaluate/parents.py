@@ -8,7 +8,7 @@ from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.parent import Fusable, fusable, is_sequential
 from fastlinear.rewrite.rules.grouped import LINEARS
 from fastlinear.rewrite.rules.grouped_lists import lists_of
-from fastlinear.rewrite.rules.grouped_towers import parts_of
+from fastlinear.rewrite.rules.grouped_parallel_mlps import parts_of
 from fastlinear.rewrite.work import Work
 
 _NOT_CALLED = Refusal("not_called", "These inputs never call the module that holds it.")

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from fastlinear.rewrite.match.eligible import linear_kind
 from fastlinear.rewrite.match.gates import Gate
 from fastlinear.rewrite.match.links import Edit, Links, Replacement, Run, only_user
-from fastlinear.rewrite.match.towers import Abreast
+from fastlinear.rewrite.match.parallel_mlps import Abreast
 from fastlinear.rewrite.swap.forwards import (
     call_chain_of,
     call_fused_chain,
@@ -24,9 +24,9 @@ from fastlinear.rewrite.swap.forwards import (
 )
 from fastlinear.rewrite.swap.gated_forward import call_gate, call_gate_of, call_gate_on
 from fastlinear.rewrite.swap.list_forward import call_list
+from fastlinear.rewrite.swap.parallel_mlps_forward import Way, call_parallel_mlps
 from fastlinear.rewrite.swap.parts import call_parts
 from fastlinear.rewrite.swap.row_forward import call_row
-from fastlinear.rewrite.swap.tower_forward import Way, call_towers
 
 
 def linear(name: str, activation: str, backend: str | None) -> Edit:
@@ -162,20 +162,20 @@ def gate(found: Gate, backend: str | None) -> Edit:
     return edit
 
 
-def towers(group: Abreast, way: Way) -> Edit:
-    """Towers, or the linears of a list, as one call each layer."""
+def parallel_mlps(group: Abreast, way: Way) -> Edit:
+    """Parallel MLPs, or the linears of a list, as one call each layer."""
 
     def edit(links: Links) -> Replacement:
-        here = links.towers().like(group)
+        here = links.parallel_mlps().like(group)
         results = zip(here.nodes, here.ends, strict=True) if here.ends else zip(here.nodes)
         return Replacement(
             steps=frozenset((*here.nodes, *here.ends)),
             starts=here.nodes,
-            call=partial(_call_towers, group, way),
+            call=partial(_call_parallel_mlps, group, way),
             given=tuple(node.all_input_nodes[0] for node in here.nodes),
             results=tuple(results),
             gathered=True,
-            not_called=tuple(other for tower in group.towers for other in tower.others),
+            not_called=tuple(other for mlp in group.parallel_mlps for other in mlp.others),
         )
 
     return edit
@@ -185,16 +185,18 @@ def _call(function: Callable[..., Any], graph: Graph, root: Node, given: Sequenc
     return graph.call_function(function, (root, *given))
 
 
-def _call_towers(group: Abreast, way: Way, graph: Graph, root: Node, given: Sequence[Node]) -> Node:
-    names = tuple(tower.name for tower in group.towers)
+def _call_parallel_mlps(
+    group: Abreast, way: Way, graph: Graph, root: Node, given: Sequence[Node]
+) -> Node:
+    names = tuple(mlp.name for mlp in group.parallel_mlps)
     if group.listed:
         *home, _ = names[0].split(".")
         keys = tuple(name.rpartition(".")[2] for name in names)
         how = (tuple(home), keys, way.activations[0])
         return graph.call_function(call_list, (root, *how, *given))
-    layers = tuple(zip(*(tower.linears for tower in group.towers), strict=True))
+    layers = tuple(zip(*(mlp.linears for mlp in group.parallel_mlps), strict=True))
     wanted = (root, names, layers, way.activations, way.kind, way.backend, *given)
-    return graph.call_function(call_towers, wanted)
+    return graph.call_function(call_parallel_mlps, wanted)
 
 
 def _with_activations(links: Links, name: str) -> list[str]:

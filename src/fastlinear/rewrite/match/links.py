@@ -17,9 +17,9 @@ from fastlinear.rewrite.match.eligible import linear_kind
 from fastlinear.rewrite.match.gates import Gates
 from fastlinear.rewrite.match.lists import Lists
 from fastlinear.rewrite.match.on_parameters import written_in
+from fastlinear.rewrite.match.parallel_mlps import ParallelMLPs, ordered
 from fastlinear.rewrite.match.projections import dropped_at
 from fastlinear.rewrite.match.rows import Loop, loops_of, rows_of
-from fastlinear.rewrite.match.towers import Towers, ordered
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Links:
             if user is not None and found is not None:
                 self.pairs[name] = user, found
         self._gates: Gates | None = None
-        self._towers: Towers | None = None
+        self._parallel_mlps: ParallelMLPs | None = None
         self._lists: Lists | None = None
         self._links = {name: self._link(node) for name, node in self.linears.items()}
 
@@ -157,17 +157,17 @@ class Links:
             self._gates = Gates(self.parent, self.graph, self.activation, self.written)
         return self._gates
 
-    def towers(self) -> Towers:
-        """The towers there are."""
-        if self._towers is None:
-            self._towers = Towers(self.parent, self.graph)
-        return self._towers
+    def parallel_mlps(self) -> ParallelMLPs:
+        """The parallel MLPs there are."""
+        if self._parallel_mlps is None:
+            self._parallel_mlps = ParallelMLPs(self.parent, self.graph)
+        return self._parallel_mlps
 
     def lists(self) -> Lists:
         """The linears of lists there are that do not wait for each other."""
         if self._lists is None:
             functions = {n: p for n, p in self.pairs.items() if p[0].op != "call_module"}
-            self._lists = Lists(self.parent, self.graph, functions, self.towers().found)
+            self._lists = Lists(self.parent, self.graph, functions, self.parallel_mlps().found)
         return self._lists
 
     def _cut(self, row: list[str]) -> list[Run]:

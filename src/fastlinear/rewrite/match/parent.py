@@ -23,8 +23,8 @@ from fastlinear.rewrite.match.gates import Gate, Gates
 from fastlinear.rewrite.match.links import Edit, Links, Run
 from fastlinear.rewrite.match.lists import Lists
 from fastlinear.rewrite.match.on_parameters import written_in
+from fastlinear.rewrite.match.parallel_mlps import ParallelMLPs
 from fastlinear.rewrite.match.rows import may_run_twice
-from fastlinear.rewrite.match.towers import Towers
 from fastlinear.rewrite.swap.forwards import Forward
 from fastlinear.rewrite.swap.guard import guarded
 from fastlinear.rewrite.swap.parts import exactly
@@ -85,9 +85,9 @@ class Fusable:
         """The gated MLPs there are."""
         return self.links.gates()
 
-    def towers(self) -> Towers:
+    def parallel_mlps(self) -> ParallelMLPs:
         """The Sequentials that do not wait for each other."""
-        return self.links.towers()
+        return self.links.parallel_mlps()
 
     def lists(self) -> Lists:
         """The linears of lists that do not wait for each other."""

@@ -16,15 +16,15 @@ from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.fused_towers import OWN_INPUTS, PARTS, SHARED, fused_list
+from fastlinear.rewrite.match.fused_parallel_mlps import OWN_INPUTS, PARTS, SHARED, fused_list
 from fastlinear.rewrite.match.lists import LISTS
+from fastlinear.rewrite.match.parallel_mlps import Abreast, ParallelMLP, parallel_mlp_of
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
-from fastlinear.rewrite.match.towers import Abreast, Tower, tower_of
-from fastlinear.rewrite.rules.grouped_towers import Standing
+from fastlinear.rewrite.rules.grouped_parallel_mlps import Standing
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
-from fastlinear.rewrite.swap.tower_forward import LISTS as BY_LISTS
-from fastlinear.rewrite.swap.tower_forward import Way
+from fastlinear.rewrite.swap.parallel_mlps_forward import LISTS as BY_LISTS
+from fastlinear.rewrite.swap.parallel_mlps_forward import Way
 
 
 def lists_of(model: nn.Module, sites: Iterable[LinearSite]) -> dict[str, list[tuple[str, ...]]]:
@@ -80,7 +80,7 @@ def standing_lists(
         made = _chain(fqn, model.get_submodule(fqn), group, traced, candidates, sites)
         names = tuple(_full(fqn, n) for n in group.names)
         way = None if isinstance(made, str) else Way(group.activations, BY_LISTS)
-        found.append(Standing(fqn, group.towers, names, made, way=way))
+        found.append(Standing(fqn, group.parallel_mlps, names, made, way=way))
     for names in lists:
         left = [seen.left[n] for n in (inside(fqn, name) or "" for name in names) if n in seen.left]
         if left:
@@ -91,8 +91,10 @@ def standing_lists(
 def _left(
     fqn: str, model: nn.Module, names: tuple[str, ...], why: str, *, unsure: bool
 ) -> Standing:
-    towers = [tower_of(inside(fqn, n) or "", model.get_submodule(n), {}) for n in names]
-    plain = tuple(tower for tower in towers if isinstance(tower, Tower))
+    parallel_mlps = [
+        parallel_mlp_of(inside(fqn, n) or "", model.get_submodule(n), {}) for n in names
+    ]
+    plain = tuple(mlp for mlp in parallel_mlps if isinstance(mlp, ParallelMLP))
     return Standing(fqn, plain, names, why, unsure)
 
 

@@ -29,7 +29,7 @@ from fastlinear.rewrite.match.candidate import (
     weights_and_biases,
 )
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.fused_towers import PARTS, SHARED, UNEQUAL
+from fastlinear.rewrite.match.fused_parallel_mlps import PARTS, SHARED, UNEQUAL
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.grouped import Row

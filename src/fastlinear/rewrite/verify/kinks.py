@@ -30,7 +30,7 @@ from fastlinear.ops.mlp import mlp
 from fastlinear.ops.mlp import reference as chain
 from fastlinear.ops.mlp.autograd import Formula
 from fastlinear.ops.mlp.op import by_formula
-from fastlinear.rewrite.swap.tower_forward import abreast, layered
+from fastlinear.rewrite.swap.parallel_mlps_forward import abreast, layered
 
 _FUSED = KINKED | {"relu2"}  # relu2's derivative is continuous, but its relu alone is a kink
 _RELUS = frozenset(
@@ -67,8 +67,8 @@ class Sides(KnowingMode):
         if func is abreast:
             layers = layered(*args, **kwargs)
             kinked = [i for i, name in enumerate(kwargs["way"].activations) if name in _FUSED]
-            towers = range(len(layers[0]))  # one after another, as the model runs them
-            self.outputs += [layers[i][g].detach().clone() for g in towers for i in kinked]
+            parallel_mlps = range(len(layers[0]))  # one after another, as the model runs them
+            self.outputs += [layers[i][g].detach().clone() for g in parallel_mlps for i in kinked]
             return layers[-1]
         at_zero = args[0].detach() == 0 if func in _CLAMPS else None
         result = func(*args, **kwargs)

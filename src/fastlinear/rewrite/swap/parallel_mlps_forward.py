@@ -1,6 +1,6 @@
-"""Towers side by side: what a rewritten parent calls in place of several Sequentials of linears.
+"""Parallel MLPs: what a rewritten parent calls in place of several Sequentials of linears.
 
-Layer i of all towers is one call. The weights stay the layers' own.
+Layer i of all parallel MLPs is one call. The weights stay the layers' own.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LISTS, STACKED = "lists", "stacked"
 _LAYOUT = "g ... k"
 
 Layers = Sequence[Sequence[Any]]
-"""For each layer what every tower has there, the first tower's first."""
+"""For each layer what every parallel MLP has there, the first parallel MLP's first."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How layer i of all towers is one call.
+    """How layer i of all parallel MLPs is one call.
 
     Attributes:
         activations: behind each layer.
@@ -43,20 +43,20 @@ class Way:
     backend: str | None = None
 
 
-def call_towers(
+def call_parallel_mlps(
     parent: nn.Module,
-    towers: Sequence[str],
+    parallel_mlps: Sequence[str],
     linears: Sequence[Sequence[str]],
     activations: tuple[str, ...],
     kind: str,
     backend: str | None,
     *xs: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The towers of these names inside ``parent``, each on its input (..., K), each (..., N), in
-    the way that ``activations``, ``kind`` and ``backend`` name.
+    """The parallel MLPs of these names inside ``parent``, each on its input (..., K), each (...,
+    N), in the way that ``activations``, ``kind`` and ``backend`` name.
 
-    Only while all linears (names inside the parent, by layer and tower) are plain and without
-    hooks; otherwise each tower is called by itself.
+    Only while all linears (names inside the parent, by layer and parallel MLP) are plain and
+    without hooks; otherwise each parallel MLP is called by itself.
     """
     held = [] if overridden() else [layers_of(parent, names) for names in linears]
     if held and all(layers is not None for layers in held):
@@ -65,7 +65,7 @@ def call_towers(
         way = Way(activations, kind, backend)
         if fit(xs, weights, biases, way):
             return abreast(xs, weights, biases, way=way)
-    return tuple(parent.get_submodule(n)(x) for n, x in zip(towers, xs, strict=True))
+    return tuple(parent.get_submodule(n)(x) for n, x in zip(parallel_mlps, xs, strict=True))
 
 
 def fit(xs: Sequence[Tensor], weights: Layers, biases: Layers, way: Way) -> bool:
@@ -104,8 +104,8 @@ def _alike(weights: Sequence[Any], biases: Sequence[Any]) -> bool:
 def abreast(
     xs: Sequence[Tensor], weights: Layers, biases: Layers, *, way: Way
 ) -> tuple[Tensor, ...]:
-    """Towers whose layers ``fit``, each on its input; as one of torch's functions: a function mode
-    sees the call whole."""
+    """Parallel MLPs whose layers ``fit``, each on its input; as one of torch's functions: a
+    function mode sees the call whole."""
     if has_torch_function(xs):
         ys: tuple[Tensor, ...] = handle_torch_function(abreast, xs, xs, weights, biases, way=way)
         return ys
@@ -115,7 +115,7 @@ def abreast(
 def layered(
     xs: Sequence[Tensor], weights: Layers, biases: Layers, way: Way
 ) -> list[tuple[Tensor, ...]]:
-    """The same: what every layer gives, one result a tower."""
+    """The same: what every layer gives, one result a parallel MLP."""
     found: list[tuple[Tensor, ...]] = []
     if way.kind == LISTS:
         hidden: Sequence[Tensor] = list(xs)
@@ -132,7 +132,7 @@ def layered(
             h = grouped_linear(h, *together, name, _LAYOUT, backend=way.backend)
             found.append(h.unbind(0))
         apart: Any = torch.unbind_copy  # its annotation knows the call with out= alone
-        found[-1] = apart(h)  # each writable by itself, as that of a tower of its own is
+        found[-1] = apart(h)  # each writable by itself, as that of a parallel MLP of its own is
     found[-1] = _recorded(found[-1], xs, weights, biases)
     return found
 
@@ -140,7 +140,8 @@ def layered(
 def _recorded(
     ys: Sequence[Tensor], xs: Sequence[Tensor], weights: Layers, biases: Layers
 ) -> tuple[Tensor, ...]:
-    """The results; of frozen towers on inputs without gradients there is nothing to record."""
+    """The results; of frozen parallel MLPs on inputs without gradients there is nothing to
+    record."""
     if not any(y.requires_grad for y in ys):
         return tuple(ys)
     own = (*weights, *biases)

@@ -1,4 +1,4 @@
-"""Towers that a forward calls side by side, or linears of a list, each layer as one call."""
+"""Parallel MLPs that a forward calls side by side, or linears of a list, each layer as one call."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fastlinear.rewrite.fusion import Forward, Fusion, InSequential
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate, weights_and_biases
+from fastlinear.rewrite.match.parallel_mlps import Abreast
 from fastlinear.rewrite.match.parent import Fusable
-from fastlinear.rewrite.match.towers import Abreast
 from fastlinear.rewrite.swap.grouped_forward import stacked
+from fastlinear.rewrite.swap.parallel_mlps_forward import LISTS, Layers, Way, abreast
 from fastlinear.rewrite.swap.sequential_forward import sequential_forward
-from fastlinear.rewrite.swap.tower_forward import LISTS, Layers, Way, abreast
 
 UNEQUAL = "unequal_linear"
 SHARED, PARTS, OWN_INPUTS = "one input", "parts of one tensor", "inputs of their own"
 
 
-def fused_towers(
+def fused_parallel_mlps(
     fqn: str,
     parent: nn.Module,
     members: tuple[Candidate, ...],
@@ -39,20 +39,21 @@ def fused_towers(
     fusable: Fusable,
     backend: str | None,
 ) -> Fusion:
-    """Towers as one call a layer.
+    """Parallel MLPs as one call a layer.
 
-    Its input is the value that all towers read, or theirs in one tensor: (T, ..., K), of unequal
+    Its input is the value that all parallel MLPs read, or theirs in one tensor: (T, ..., K), of
+        unequal
     sizes (..., K_0 + K_1 + …).
 
     Args:
         fqn, parent: the module whose forward calls them.
-        members: the linears, tower by tower.
-        group: the towers.
+        members: the linears, MLP by MLP.
+        group: the parallel MLPs.
         way: how a layer of all of them is one call.
         fusable: the parent's trace; it builds one forward for all that is fused in it.
         backend: a forced backend of grouped_linear, or None.
     """
-    made = _Towers(parent, members, group, way)
+    made = _ParallelMLPs(parent, members, group, way)
     calls, lists = made.calls(), way.kind == LISTS
     problems = [made.problems(kind.x, calls) for kind in calls.kinds] if not lists else []
     return Fusion(
@@ -69,10 +70,10 @@ def fused_towers(
         original=made.original,
         after=made.after,
         exact=made.exact,
-        forward=Forward(fusable, edits.towers(group, way)),
+        forward=Forward(fusable, edits.parallel_mlps(group, way)),
         backend=backend,
-        alike=(tuple(tower.sizes for tower in group.towers), way, group.shared),
-        what=f"its {len(group.towers)} towers of {len(way.activations)} linears, each layer",
+        alike=(tuple(mlp.sizes for mlp in group.parallel_mlps), way, group.shared),
+        what=f"its {len(group.parallel_mlps)} towers of {len(way.activations)} linears, each layer",
     )
 
 
@@ -92,12 +93,12 @@ def fused_list(
     where they lie in rows of a larger tensor; or all their numbers in one row.
 
     Args:
-        fqn, parent, members, group, way, fusable: as of towers.
+        fqn, parent, members, group, way, fusable: as of parallel MLPs.
         reads: what the linears read: ``SHARED``, ``PARTS`` or ``OWN_INPUTS``.
         shapes: of the inputs of each kind of call.
     """
     made = _List(parent, members, group, way, reads, shapes)
-    fused, sizes = way.activations[0], tuple(tower.sizes for tower in group.towers)
+    fused, sizes = way.activations[0], tuple(mlp.sizes for mlp in group.parallel_mlps)
     return Fusion(
         rule=UNEQUAL,
         fqn=fqn,
@@ -110,7 +111,7 @@ def fused_list(
         layers=made.layers,
         after=made.after,
         exact=made.exact,
-        forward=Forward(fusable, edits.towers(group, way)),
+        forward=Forward(fusable, edits.parallel_mlps(group, way)),
         activation=None if fused == "none" else fused,
         alike=(sizes, way, group.shared, shapes, reads, made.activations),
         reads=reads,
@@ -121,7 +122,7 @@ def fused_list(
 
 
 @dataclass(frozen=True)
-class _Towers:
+class _ParallelMLPs:
     parent: nn.Module
     members: tuple[Candidate, ...]
     group: Abreast
@@ -132,7 +133,7 @@ class _Towers:
         known = self.members[0].calls
         if self.group.shared:
             return known
-        return replace(known, kinds=self._kinds([tower[0] for tower in self._towers()]))
+        return replace(known, kinds=self._kinds([mlp[0] for mlp in self._parallel_mlps()]))
 
     def _kinds(self, members: Sequence[Candidate]) -> tuple[Any, ...]:
         """Their kinds of calls as those of one."""
@@ -149,7 +150,7 @@ class _Towers:
         """Of every layer."""
         dtype, found = calls.autocast or x.dtype, []
         first = self.inputs(x)[0]
-        h = first.to(dtype).expand(len(self.group.towers), *first.shape)
+        h = first.to(dtype).expand(len(self.group.parallel_mlps), *first.shape)
         for ws, bs, name in zip(*self._held(), self.way.activations, strict=True):
             with torch.no_grad():
                 together = stacked(ws, bs)
@@ -161,12 +162,12 @@ class _Towers:
             h = h.new_empty((*h.shape[:-1], weight.shape[1]))
         return found
 
-    def _towers(self) -> list[tuple[Candidate, ...]]:
+    def _parallel_mlps(self) -> list[tuple[Candidate, ...]]:
         depth = len(self.way.activations)
         return [self.members[i : i + depth] for i in range(0, len(self.members), depth)]
 
     def _held(self) -> tuple[Layers, Layers]:
-        """Weights and biases by layer and tower."""
+        """Weights and biases by layer and parallel MLP."""
         weights, biases = weights_and_biases(self.members)
         depth = len(self.way.activations)
         layers = range(depth)
@@ -176,30 +177,30 @@ class _Towers:
         return torch.stack(xs) if self.group.equal else torch.cat(xs, -1)
 
     def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What each tower reads."""
+        """What each parallel MLP reads."""
         if self.group.shared:
-            return (x,) * len(self.group.towers)
+            return (x,) * len(self.group.parallel_mlps)
         if self.group.equal:
             return x.unbind(0)
-        return x.split([tower.sizes[0][1] for tower in self.group.towers], -1)
+        return x.split([mlp.sizes[0][1] for mlp in self.group.parallel_mlps], -1)
 
     def original(self, x: Tensor) -> tuple[Tensor, ...]:
         """What the model did with the inputs."""
-        towers = [self.parent.get_submodule(tower.name) for tower in self.group.towers]
-        pairs = zip(towers, self.inputs(x), strict=True)
-        return tuple(type(tower).forward(tower, part) for tower, part in pairs)
+        parallel_mlps = [self.parent.get_submodule(mlp.name) for mlp in self.group.parallel_mlps]
+        pairs = zip(parallel_mlps, self.inputs(x), strict=True)
+        return tuple(type(mlp).forward(mlp, part) for mlp, part in pairs)
 
     def layers(self, x: Tensor, rewritten: Mapping[str, Candidate]) -> tuple[Tensor, ...]:
-        """The towers one by one."""
-        named = zip(self.group.towers, self._towers(), self.inputs(x), strict=True)
+        """The parallel MLPs one by one."""
+        named = zip(self.group.parallel_mlps, self._parallel_mlps(), self.inputs(x), strict=True)
         return tuple(
-            self._one(self.parent.get_submodule(tower.name), members, part, rewritten)
-            for tower, members, part in named
+            self._one(self.parent.get_submodule(mlp.name), members, part, rewritten)
+            for mlp, members, part in named
         )
 
     def _one(
         self,
-        tower: nn.Module,
+        mlp: nn.Module,
         members: tuple[Candidate, ...],
         x: Tensor,
         rewritten: Mapping[str, Candidate],
@@ -207,11 +208,11 @@ class _Towers:
         for member in members:
             found = rewritten.get(member.fqn)
             chain = None if found is None else found.chain
-            if chain is None or chain.module is not tower:
+            if chain is None or chain.module is not mlp:
                 continue
             if isinstance(chain.forward, InSequential):
                 segments = [(chain.forward.segment, chain.backend)]
-                y: Tensor = sequential_forward(segments, tower)(tower, x)
+                y: Tensor = sequential_forward(segments, mlp)(mlp, x)
                 return y
         for member, name in zip(members, self.way.activations, strict=True):
             x = _alone(member, x, name, rewritten)
@@ -233,7 +234,7 @@ class _Towers:
 
 
 @dataclass(frozen=True)
-class _List(_Towers):
+class _List(_ParallelMLPs):
     reads: str
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -261,7 +262,7 @@ class _List(_Towers):
         if self.reads == SHARED:
             return (x,) * len(self.members)
         if self.reads == PARTS:
-            return x.split([tower.sizes[0][1] for tower in self.group.towers], -1)
+            return x.split([mlp.sizes[0][1] for mlp in self.group.parallel_mlps], -1)
         for shapes in self.shapes:
             sizes = [math.prod(shape) for shape in shapes]
             if sum(sizes) == x.numel():

@@ -1,4 +1,4 @@
-"""Towers side by side: what they run as they are, and layer by layer as one."""
+"""Parallel MLPs: what they run as they are, and layer by layer as one."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from torch import Tensor, nn
 from fastlinear.core.cost import Cost
 from fastlinear.rewrite.evaluate.groups_units import Unit, strided
 from fastlinear.rewrite.in_code import in_code
-from fastlinear.rewrite.match.towers import Tower
+from fastlinear.rewrite.match.parallel_mlps import ParallelMLP
 from fastlinear.rewrite.rules.grouped import Seen
-from fastlinear.rewrite.rules.grouped_towers import Standing
+from fastlinear.rewrite.rules.grouped_parallel_mlps import Standing
 from fastlinear.rewrite.swap.grouped_forward import parameters_of
-from fastlinear.rewrite.swap.tower_forward import Way, abreast, fit
+from fastlinear.rewrite.swap.parallel_mlps_forward import Way, abreast, fit
 from fastlinear.rewrite.work import Work
 
 
-def of_towers(work: Work, one: Standing, firsts: Mapping[str, Sequence[Seen]]) -> Unit | None:
-    """What there is to measure of towers; None where nothing says that they do not wait for each
-    other, or what they are given."""
-    if not one.towers:
+def of_parallel_mlps(
+    work: Work, one: Standing, firsts: Mapping[str, Sequence[Seen]]
+) -> Unit | None:
+    """What there is to measure of parallel MLPs; None where nothing says that they do not wait for
+    each other, or what they are given."""
+    if not one.parallel_mlps:
         return None
-    calls = [firsts.get(linear, ()) for linear in one.linears[:: len(one.towers[0].linears)]]
+    calls = [firsts.get(linear, ()) for linear in one.linears[:: len(one.parallel_mlps[0].linears)]]
     if not all(calls) or any(0 in made[0].shape for made in calls):
         return None
     seen = [made[0] for made in calls]
@@ -35,11 +37,11 @@ def of_towers(work: Work, one: Standing, firsts: Mapping[str, Sequence[Seen]]) -
         return None
     inputs, xs = list(known.values()), [known[place] for place in places]
     modules = [work.model.get_submodule(name) for name in one.names]
-    depth = len(one.towers[0].linears)
+    depth = len(one.parallel_mlps[0].linears)
     every = [work.model.get_submodule(name) for name in one.linears]
     pairs = [parameters_of(every[i::depth]) for i in range(depth)]
     weights, biases = [w for w, _ in pairs], [b for _, b in pairs]
-    way = one.way or Way(one.towers[0].activations)
+    way = one.way or Way(one.parallel_mlps[0].activations)
     if not fit(xs, weights, biases, way):
         return None
 
@@ -57,7 +59,7 @@ def of_towers(work: Work, one: Standing, firsts: Mapping[str, Sequence[Seen]]) -
         after=after,
         leaves_before=leaves,
         leaves_after=leaves,
-        cost=_cost(one.towers, seen, len(inputs)),
+        cost=_cost(one.parallel_mlps, seen, len(inputs)),
         calls=len(calls[0]),
         fqn=one.fqn,
         kind="towers",
@@ -73,19 +75,19 @@ def of_towers(work: Work, one: Standing, firsts: Mapping[str, Sequence[Seen]]) -
 def _advice(model: nn.Module, one: Standing) -> str:
     first, last = (in_code(model, name) for name in (one.names[0], one.names[-1]))
     named = f"the linears of {first} to {last}"
-    if len({tower.sizes for tower in one.towers}) > 1:
+    if len({mlp.sizes for mlp in one.parallel_mlps}) > 1:
         return f"fl.unequal_linear, a call a layer, with {named}"
     return f"fl.nn.GroupedLinear.from_linears, one a layer, of {named}"
 
 
-def _cost(towers: Sequence[Tower], seen: Sequence[Seen], inputs: int) -> Cost:
+def _cost(parallel_mlps: Sequence[ParallelMLP], seen: Sequence[Seen], inputs: int) -> Cost:
     """Of the products, and of what no way can leave unread or unwritten: inputs, weights and what
     the last layers give."""
     size, flops, numbers = seen[0].dtype.itemsize, 0.0, 0
-    for i, (tower, s) in enumerate(zip(towers, seen, strict=True)):
+    for i, (mlp, s) in enumerate(zip(parallel_mlps, seen, strict=True)):
         tokens = math.prod(s.shape[:-1])
-        weights = sum(n * k for n, k in tower.sizes)
+        weights = sum(n * k for n, k in mlp.sizes)
         flops += 2.0 * tokens * weights
-        numbers += weights + tokens * tower.sizes[-1][0]
+        numbers += weights + tokens * mlp.sizes[-1][0]
         numbers += tokens * s.shape[-1] if i < inputs else 0
     return Cost(flops, float(size * numbers))

@@ -1,5 +1,5 @@
-"""Towers in a traced forward: Sequentials of linears and activations that do not wait for each
-other, so that layer i of all of them may be one call.
+"""Parallel MLPs in a traced forward: Sequentials of linears and activations that do not wait for
+each other, so that layer i of all of them may be one call.
 
 All are computed where the first stands. What the others read is made before that, so nothing
 between them may write, draw numbers or be a layer itself.
@@ -26,7 +26,7 @@ _MOVED = ("activation", "normalization", "flatten")  # modules of torch.nn that 
 
 
 @dataclass(frozen=True)
-class Tower:
+class ParallelMLP:
     """A Sequential of linears with activations between them.
 
     Attributes:
@@ -46,16 +46,16 @@ class Tower:
 
 @dataclass(frozen=True, eq=False)
 class Abreast:
-    """Towers of one parent that may be computed together.
+    """Parallel MLPs of one parent that may be computed together.
 
     Attributes:
-        towers: in the order of their calls.
+        parallel_mlps: in the order of their calls.
         shared: whether all read one value.
         nodes: their calls.
-        ends: where the activation behind each is done, if that is not in the tower.
+        ends: where the activation behind each is done, if that is not in the parallel MLP.
     """
 
-    towers: tuple[Tower, ...]
+    parallel_mlps: tuple[ParallelMLP, ...]
     shared: bool
     nodes: tuple[Node, ...]
     ends: tuple[Node, ...] = ()
@@ -63,26 +63,28 @@ class Abreast:
     @property
     def activations(self) -> tuple[str, ...]:
         """Behind each layer."""
-        return self.towers[0].activations
+        return self.parallel_mlps[0].activations
 
     @property
     def listed(self) -> bool:
         """Whether they are the linears of a list, rather than Sequentials."""
-        return self.towers[0].linears == (self.towers[0].name,)
+        return self.parallel_mlps[0].linears == (self.parallel_mlps[0].name,)
 
     @property
     def equal(self) -> bool:
         """Whether all are of the same sizes."""
-        return len({tower.sizes for tower in self.towers}) == 1
+        return len({mlp.sizes for mlp in self.parallel_mlps}) == 1
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All linears, tower by tower."""
-        return tuple(name for tower in self.towers for name in tower.linears)
+        """All linears, MLP by MLP."""
+        return tuple(name for mlp in self.parallel_mlps for name in mlp.linears)
 
 
-def tower_of(name: str, module: nn.Module, known: dict[Any, str | None]) -> Tower | str:
-    """What a Sequential is as a tower, or why it is none. ``known`` keeps the activations of
+def parallel_mlp_of(
+    name: str, module: nn.Module, known: dict[Any, str | None]
+) -> ParallelMLP | str:
+    """What a Sequential is as a parallel MLP, or why it is none. ``known`` keeps the activations of
     modules that were looked at."""
     linears: list[str] = []
     activations: list[str] = []
@@ -115,7 +117,7 @@ def tower_of(name: str, module: nn.Module, known: dict[Any, str | None]) -> Towe
         return why
     if not linears:
         return "it holds no linear"
-    return Tower(name, tuple(linears), tuple(activations), tuple(sizes), tuple(others))
+    return ParallelMLP(name, tuple(linears), tuple(activations), tuple(sizes), tuple(others))
 
 
 def _activation(module: nn.Module, known: dict[Any, str | None]) -> str | None:
@@ -131,7 +133,7 @@ def _activation(module: nn.Module, known: dict[Any, str | None]) -> str | None:
     return known[key]
 
 
-def is_tower(module: nn.Module) -> bool:
+def is_parallel_mlp(module: nn.Module) -> bool:
     """Whether it is a Sequential with a linear in it that holds nothing but leaves and Sequentials
     of such."""
     if not _is_sequential(module):
@@ -145,8 +147,8 @@ def _is_sequential(module: nn.Module) -> bool:
     return class_forward(module) is nn.Sequential.forward
 
 
-class Towers:
-    """The towers of a traced forward that may be computed together.
+class ParallelMLPs:
+    """The parallel MLPs of a traced forward that may be computed together.
 
     Args:
         parent: the module traced.
@@ -154,7 +156,7 @@ class Towers:
 
     Attributes:
         found: what may be one call a layer.
-        left: name of a tower → why it is not part of any of them, though others are like it.
+        left: name of a parallel MLP → why it is not part of any of them, though others are like it.
     """
 
     def __init__(self, parent: nn.Module, graph: torch.fx.Graph) -> None:
@@ -164,29 +166,30 @@ class Towers:
         self._called = self._calls()
         known: dict[Any, str | None] = {}
         made = {
-            n: tower_of(name, parent.get_submodule(name), known) for name, n in self._called.items()
+            n: parallel_mlp_of(name, parent.get_submodule(name), known)
+            for name, n in self._called.items()
         }
         others = {n: behind([n]) for n, why in made.items() if isinstance(why, str)}
         for node, before in others.items():
             if before.isdisjoint(others) and not any(node in b for b in others.values()):
                 self.left[str(node.target)] = str(made[node])
-        towers = {n: t for n, t in made.items() if isinstance(t, Tower)}
-        self._before = {n: behind([n]) for n in towers}
-        alone: dict[Node, Tower] = {}
-        for same in _sorted(towers, lambda t: (t.activations, t.sizes)):
+        parallel_mlps = {n: t for n, t in made.items() if isinstance(t, ParallelMLP)}
+        self._before = {n: behind([n]) for n in parallel_mlps}
+        alone: dict[Node, ParallelMLP] = {}
+        for same in _sorted(parallel_mlps, lambda t: (t.activations, t.sizes)):
             alone |= self._level_by_level(same)
         for same in _sorted(alone, lambda t: t.activations):
             self._level_by_level(same)
 
     def like(self, group: Abreast) -> Abreast:
-        """The same towers as those of another trace of this forward."""
+        """The same parallel MLPs as those of another trace of this forward."""
         calls = {str(n.target): n for n in self.order if n.op == "call_module"}
-        nodes = tuple(calls[tower.name] for tower in group.towers)
+        nodes = tuple(calls[mlp.name] for mlp in group.parallel_mlps)
         ends = tuple(next(iter(node.users)) for node in nodes) if group.ends else ()
-        return Abreast(group.towers, group.shared, nodes, ends)
+        return Abreast(group.parallel_mlps, group.shared, nodes, ends)
 
     def _calls(self) -> dict[str, Node]:
-        """The towers that are called once, on one value."""
+        """The parallel MLPs that are called once, on one value."""
         counts = Counter(str(n.target) for n in self.order if n.op == "call_module")
         return {
             str(n.target): n
@@ -200,30 +203,30 @@ class Towers:
         }
 
     def _may_be(self, name: str) -> bool:
-        return is_tower(self.parent.get_submodule(name))
+        return is_parallel_mlp(self.parent.get_submodule(name))
 
-    def _level_by_level(self, towers: Mapping[Node, Tower]) -> dict[Node, Tower]:
-        """Look at towers that do the same; those that stay alone come back."""
+    def _level_by_level(self, parallel_mlps: Mapping[Node, ParallelMLP]) -> dict[Node, ParallelMLP]:
+        """Look at parallel MLPs that do the same; those that stay alone come back."""
         level: dict[Node, int] = {}
-        for node in towers:
+        for node in parallel_mlps:
             waits = [level[n] for n in level if n in self._before[node]]
             level[node] = max(waits, default=-1) + 1
-        alone: dict[Node, Tower] = {}
+        alone: dict[Node, ParallelMLP] = {}
         for depth in range(max(level.values(), default=-1) + 1):
-            nodes = [n for n in towers if level[n] == depth]
+            nodes = [n for n in parallel_mlps if level[n] == depth]
             if len(nodes) < 2:
-                alone |= {n: towers[n] for n in nodes}
+                alone |= {n: parallel_mlps[n] for n in nodes}
                 continue
             why = self._why_not(nodes)
             if why is not None:
                 self.left |= {str(n.target): why for n in nodes}
                 continue
-            self.found.append(self._abreast({n: towers[n] for n in nodes}))
+            self.found.append(self._abreast({n: parallel_mlps[n] for n in nodes}))
         return alone
 
-    def _abreast(self, towers: Mapping[Node, Tower]) -> Abreast:
-        shared = len({n.args[0] for n in towers}) == 1
-        return Abreast(tuple(towers.values()), shared, tuple(towers))
+    def _abreast(self, parallel_mlps: Mapping[Node, ParallelMLP]) -> Abreast:
+        shared = len({n.args[0] for n in parallel_mlps}) == 1
+        return Abreast(tuple(parallel_mlps.values()), shared, tuple(parallel_mlps))
 
     def _why_not(self, nodes: Sequence[Node]) -> str | None:
         """Why these must not be computed where the first of them is, or None."""
@@ -254,7 +257,7 @@ class Towers:
         }
 
     def _why_not_moved(self, node: Node) -> str | None:
-        """Why what a tower reads must not be made earlier, or None."""
+        """Why what a parallel MLP reads must not be made earlier, or None."""
         if may_write(self.parent, node) or draws(node):
             return f"{node.name!r}, which one of them reads, writes or draws numbers"
         if node.op == "call_module":
@@ -268,10 +271,10 @@ class Towers:
         return None
 
 
-def _sorted(towers: Mapping[Node, Tower], key: Any) -> list[dict[Node, Tower]]:
-    found: dict[Any, dict[Node, Tower]] = {}
-    for node, tower in towers.items():
-        found.setdefault(key(tower), {})[node] = tower
+def _sorted(parallel_mlps: Mapping[Node, ParallelMLP], key: Any) -> list[dict[Node, ParallelMLP]]:
+    found: dict[Any, dict[Node, ParallelMLP]] = {}
+    for node, mlp in parallel_mlps.items():
+        found.setdefault(key(mlp), {})[node] = mlp
     return list(found.values())
 
 

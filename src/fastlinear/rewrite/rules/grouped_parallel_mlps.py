@@ -1,4 +1,4 @@
-"""The rule of towers: Sequentials of linears side by side that may become one call a layer.
+"""The rule of parallel MLPs: Sequentials of linears side by side that may become one call a layer.
 
 It only matches; nothing here changes a model or measures anything.
 """
@@ -18,23 +18,28 @@ from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.fused_towers import fused_towers
+from fastlinear.rewrite.match.fused_parallel_mlps import fused_parallel_mlps
+from fastlinear.rewrite.match.parallel_mlps import (
+    Abreast,
+    ParallelMLP,
+    is_parallel_mlp,
+    parallel_mlp_of,
+)
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
-from fastlinear.rewrite.match.towers import Abreast, Tower, is_tower, tower_of
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
-from fastlinear.rewrite.swap.tower_forward import LISTS, STACKED, Way
+from fastlinear.rewrite.swap.parallel_mlps_forward import LISTS, STACKED, Way
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True, eq=False)
 class Standing:
-    """Towers that stand side by side in one module.
+    """Parallel MLPs that stand side by side in one module.
 
     Attributes:
         fqn: the module.
-        towers: by their names inside it; empty where they are no towers of linears.
+        parallel_mlps: by their names inside it; empty where they are no parallel MLPs.
         names: of the Sequentials in the model.
         made: the chain they may become, or why they may not.
         unsure: whether nothing is known of what they read.
@@ -42,7 +47,7 @@ class Standing:
     """
 
     fqn: str
-    towers: tuple[Tower, ...]
+    parallel_mlps: tuple[ParallelMLP, ...]
     names: tuple[str, ...]
     made: Fusion | str
     unsure: bool = False
@@ -50,10 +55,10 @@ class Standing:
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """The towers' linears, or where they are none of linears the Sequentials."""
-        if not self.towers:
+        """The parallel MLPs' linears, or where they are none of linears the Sequentials."""
+        if not self.parallel_mlps:
             return self.names
-        return tuple(_full(self.fqn, n) for tower in self.towers for n in tower.linears)
+        return tuple(_full(self.fqn, n) for mlp in self.parallel_mlps for n in mlp.linears)
 
 
 def suspects(model: nn.Module) -> dict[str, list[str]]:
@@ -61,7 +66,7 @@ def suspects(model: nn.Module) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     taken: set[str] = set()
     for fqn, module in model.named_modules():
-        if not fqn or not is_tower(module) or any(fqn.startswith(f"{t}.") for t in taken):
+        if not fqn or not is_parallel_mlp(module) or any(fqn.startswith(f"{t}.") for t in taken):
             continue
         holder = fqn.rpartition(".")[0]
         while holder and type(model.get_submodule(holder)) in _LISTS:
@@ -73,7 +78,7 @@ def suspects(model: nn.Module) -> dict[str, list[str]]:
 
 
 def firsts(model: nn.Module) -> set[str]:
-    """The first linear of every Sequential that may be a tower."""
+    """The first linear of every Sequential that may be a parallel MLP."""
     return {
         f"{name}.{next(n for n, m in model.get_submodule(name).named_modules() if _plain(m))}"
         for names in suspects(model).values()
@@ -86,19 +91,19 @@ def _plain(module: nn.Module) -> bool:
 
 
 def parts_of(model: nn.Module, fqn: str) -> int | None:
-    """How many towers of one size a module holds: what a loop over their inputs finds."""
+    """How many parallel MLPs of one size a module holds: what a loop over their inputs finds."""
     alike = _alike(model, fqn, suspects(model).get(fqn, []))
-    return max((len(towers) for towers in alike), default=None)
+    return max((len(parallel_mlps) for parallel_mlps in alike), default=None)
 
 
-def _alike(model: nn.Module, fqn: str, names: Iterable[str]) -> list[list[Tower]]:
-    """Towers (names inside ``fqn``) with the same layers, two or more."""
-    found: dict[object, list[Tower]] = {}
+def _alike(model: nn.Module, fqn: str, names: Iterable[str]) -> list[list[ParallelMLP]]:
+    """Parallel MLPs (names inside ``fqn``) with the same layers, two or more."""
+    found: dict[object, list[ParallelMLP]] = {}
     for name in names:
-        tower = tower_of(inside(fqn, name) or "", model.get_submodule(name), {})
-        if isinstance(tower, Tower):
-            found.setdefault((tower.activations, tower.sizes), []).append(tower)
-    return [towers for towers in found.values() if len(towers) > 1]
+        mlp = parallel_mlp_of(inside(fqn, name) or "", model.get_submodule(name), {})
+        if isinstance(mlp, ParallelMLP):
+            found.setdefault((mlp.activations, mlp.sizes), []).append(mlp)
+    return [parallel_mlps for parallel_mlps in found.values() if len(parallel_mlps) > 1]
 
 
 def standing(
@@ -110,7 +115,7 @@ def standing(
     sites: Mapping[str, LinearSite],
     backend: str | None,
 ) -> list[Standing]:
-    """The towers of one module: what they may become, or why they are left alone.
+    """The parallel MLPs of one module: what they may become, or why they are left alone.
 
     Args:
         fqn: the module that holds them.
@@ -125,18 +130,20 @@ def standing(
         why = traced.reason.rstrip(".")
         alike = _alike(model, fqn, names)
         return [Standing(fqn, tuple(t), _in(fqn, t), why, unsure=True) for t in alike]
-    towers = traced.towers()
+    parallel_mlps = traced.parallel_mlps()
     found = []
-    for group in towers.found:
-        parent, names = model.get_submodule(fqn), _in(fqn, group.towers)
+    for group in parallel_mlps.found:
+        parent, names = model.get_submodule(fqn), _in(fqn, group.parallel_mlps)
         made = _chain(fqn, parent, group, traced, candidates, sites, backend)
         if isinstance(made, str):
-            found.append(Standing(fqn, group.towers, names, made))
+            found.append(Standing(fqn, group.parallel_mlps, names, made))
         else:
-            found.append(Standing(fqn, group.towers, names, made[0], way=made[1]))
-    for why, same in _by_reason(towers.left).items():
-        known = [tower_of(name, model.get_submodule(fqn).get_submodule(name), {}) for name in same]
-        plain = [tower for tower in known if isinstance(tower, Tower)]
+            found.append(Standing(fqn, group.parallel_mlps, names, made[0], way=made[1]))
+    for why, same in _by_reason(parallel_mlps.left).items():
+        known = [
+            parallel_mlp_of(name, model.get_submodule(fqn).get_submodule(name), {}) for name in same
+        ]
+        plain = [mlp for mlp in known if isinstance(mlp, ParallelMLP)]
         if len(plain) < len(same):
             found.append(Standing(fqn, (), tuple(_full(fqn, name) for name in same), why))
         else:
@@ -145,7 +152,8 @@ def standing(
 
 
 def _by_reason(left: Mapping[str, str]) -> dict[str, list[str]]:
-    """Towers with one reason, two or more; where modules are named, those whose names agree."""
+    """Parallel MLPs with one reason, two or more; where modules are named, those whose names
+    agree."""
     found: dict[str, list[str]] = {}
     for name, why in left.items():
         found.setdefault(why.replace(f"'{name}.", "'"), []).append(name)
@@ -156,8 +164,8 @@ def _full(fqn: str, name: str) -> str:
     return f"{fqn}.{name}" if fqn else name
 
 
-def _in(fqn: str, towers: Iterable[Tower]) -> tuple[str, ...]:
-    return tuple(_full(fqn, tower.name) for tower in towers)
+def _in(fqn: str, parallel_mlps: Iterable[ParallelMLP]) -> tuple[str, ...]:
+    return tuple(_full(fqn, mlp.name) for mlp in parallel_mlps)
 
 
 def _chain(
@@ -182,7 +190,7 @@ def _chain(
     way = _way(group, members, backend)
     if isinstance(way, str):
         return way
-    return fused_towers(fqn, parent, members, group, way, traced, backend), way
+    return fused_parallel_mlps(fqn, parent, members, group, way, traced, backend), way
 
 
 def _way(group: Abreast, members: Sequence[Candidate], backend: str | None) -> Way | str:

@@ -16,8 +16,8 @@ import fastlinear as fl
 from fastlinear.dispatch import tune
 from fastlinear.ops.unequal_linear.op import explain
 from fastlinear.rewrite.evaluate import measure
-from fastlinear.rewrite.rules import grouped_towers
-from fastlinear.rewrite.swap import tower_forward
+from fastlinear.rewrite.rules import grouped_parallel_mlps
+from fastlinear.rewrite.swap import parallel_mlps_forward
 
 FAMILY = ("grouped_linear",)
 (_CHOICE,) = explain([torch.ones(2, 8)] * 2, [torch.ones(8, 8)] * 2).choices
@@ -138,21 +138,21 @@ def agree(ours: nn.Module, theirs: nn.Module, given: Any) -> None:
 def layers_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of towers that rewritten forwards compute at once from here on."""
     seen: list[int] = []
-    real = tower_forward.layered
+    real = parallel_mlps_forward.layered
 
     def layered(xs: Any, *rest: Any) -> Any:
         seen.append(len(xs))
         return real(xs, *rest)
 
-    monkeypatch.setattr(tower_forward, "layered", layered)
+    monkeypatch.setattr(parallel_mlps_forward, "layered", layered)
     return seen
 
 
-@pytest.fixture(params=[tower_forward.LISTS, tower_forward.STACKED])
+@pytest.fixture(params=[parallel_mlps_forward.LISTS, parallel_mlps_forward.STACKED])
 def kind(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of a layer."""
-    if request.param == tower_forward.STACKED:
-        monkeypatch.setattr(grouped_towers, "_together", lambda *_: False)
+    if request.param == parallel_mlps_forward.STACKED:
+        monkeypatch.setattr(grouped_parallel_mlps, "_together", lambda *_: False)
     elif not TOGETHER:
         pytest.skip("unequal_linear has no kernels for this processor")
     return str(request.param)
@@ -166,7 +166,7 @@ def test_layer_by_layer_one_call(
     clock(FAST)
     torch.manual_seed(0)
     make, shape, linears = CASES[name]
-    if (name, kind) == ("mixed", tower_forward.STACKED):
+    if (name, kind) == ("mixed", parallel_mlps_forward.STACKED):
         linears = 0  # linears of different sizes do not stack
     model, x = make().train(mode == "train"), drawn(shape)
     plain = copy.deepcopy(model)
@@ -180,7 +180,7 @@ def test_layer_by_layer_one_call(
         return
     assert all((s.rule, s.route) == ("grouped_linear", "chain") for s in kept)
     assert all("towers of" in s.reason for s in kept)
-    if kind == tower_forward.LISTS:
+    if kind == parallel_mlps_forward.LISTS:
         assert {s.backends["forward"] for s in kept} == {"together"}
     seen = layers_seen(monkeypatch)
     agree(model, plain, x)
@@ -448,13 +448,13 @@ def test_a_filter_leaves_them_alone(clock: Any) -> None:
 def test_a_wrong_call_is_not_kept(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock(FAST)
     for name in ("unequal_linear", "grouped_linear"):
-        real = getattr(tower_forward, name)
+        real = getattr(parallel_mlps_forward, name)
 
         def wrong(*given: Any, real: Any = real, **how: Any) -> Any:
             y = real(*given, **how)
             return [t * 1.001 for t in y] if isinstance(y, list) else y * 1.001
 
-        monkeypatch.setattr(tower_forward, name, wrong)
+        monkeypatch.setattr(parallel_mlps_forward, name, wrong)
     result = optimized(Critics().eval(), torch.randn(9, 8), families=FAMILY)
     assert result.kept == 0
     assert any("less accurate" in note for note in result.notes)
