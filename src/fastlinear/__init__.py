@@ -25,7 +25,7 @@ from fastlinear.ops import declared as _declared  # noqa: F401
 if TYPE_CHECKING:
     from fastlinear import nn
     from fastlinear.nn.graphed import graphed
-    from fastlinear.ops.common.kept_memory import release_memory
+    from fastlinear.ops.common.cpu_allocator import release_memory
     from fastlinear.ops.diagonal_linear import diagonal_linear
     from fastlinear.ops.explain import explain
     from fastlinear.ops.gated_mlp import gated_linear, gated_mlp
@@ -79,7 +79,7 @@ _HOMES = {  # where the names that are loaded at first access are defined
     "optimize_": "fastlinear.rewrite",
     "profile": "fastlinear.rewrite",
     "ragged_linear": "fastlinear.ops.ragged_linear",
-    "release_memory": "fastlinear.ops.common.kept_memory",
+    "release_memory": "fastlinear.ops.common.cpu_allocator",
     "unequal_linear": "fastlinear.ops.unequal_linear",
 }
 

@@ -48,7 +48,7 @@ NODE = Library(
         _HERE / "tape.h",
         _HERE / "fastpath_node.h",
         _HERE / "fastpath_lists.h",
-        _HERE / "kept_memory.h",
+        _HERE / "cpu_allocator.h",
         _HERE / "large_pages.h",
     ),
     "torch/csrc/autograd/saved_variable.h",

@@ -102,18 +102,18 @@ extern "C" PyObject* fastlinear_node_empty(PyObject* sizes, int64_t dtype) {
 
 // Keeps at most so many bytes of large results that are gone.
 extern "C" void fastlinear_node_keep(int64_t bytes) {
-  fastpath::KeptMemory::instance().keep_at_most(static_cast<size_t>(bytes));
+  fastpath::CpuAllocator::instance().keep_at_most(static_cast<size_t>(bytes));
 }
 
 // Has malloc keep so many bytes of smaller results; less than 64 MiB it keeps by itself.
 extern "C" void fastlinear_node_malloc(int64_t bytes) {
   const auto most = static_cast<size_t>(bytes);
-  if (most >= 2 * fastpath::KeptMemory::kLeast) fastpath::let_malloc_keep(most);
+  if (most >= 2 * fastpath::CpuAllocator::kLeast) fastpath::let_malloc_keep(most);
 }
 
 // Gives back what is kept of them; how many bytes.
 extern "C" int64_t fastlinear_node_release() {
-  const auto bytes = static_cast<int64_t>(fastpath::KeptMemory::instance().release());
+  const auto bytes = static_cast<int64_t>(fastpath::CpuAllocator::instance().release());
   fastpath::have_malloc_give_back();
   return bytes;
 }

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "fastpath_plans.h"
-#include "kept_memory.h"
+#include "cpu_allocator.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ScalarOps.h>

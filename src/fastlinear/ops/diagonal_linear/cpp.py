@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common import cpp_build, kept_memory
+from fastlinear.ops.common import cpp_build, cpu_allocator
 from fastlinear.ops.common.activations import CODES
 from fastlinear.ops.diagonal_linear.reference import Gradients, Needs
 
@@ -139,7 +139,7 @@ def _bytes(x: Tensor) -> int:
 
 
 def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    return kept_memory.empty(shape, like.dtype)
+    return cpu_allocator.empty(shape, like.dtype)
 
 
 def _address(t: Tensor | None) -> int:

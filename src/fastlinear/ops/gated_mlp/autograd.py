@@ -12,7 +12,7 @@ from torch import Tensor
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp import reference
-from fastlinear.ops.gated_mlp.kept import keeps_x, reads_kept
+from fastlinear.ops.gated_mlp.saved_memory import keeps_x, reads_kept
 from fastlinear.ops.gated_mlp.stacking import (
     NO_BIASES,
     Biases,

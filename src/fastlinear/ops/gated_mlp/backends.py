@@ -242,7 +242,7 @@ FAMILY = register_family(
                 *(NAME, STEP, "pieces", f"{_HERE}.spec:pieces", _reason_not_pieces),
                 (
                     "autograd.py",
-                    "kept.py",
+                    "saved_memory.py",
                     "tape.py",
                     "launches.py",
                     *("../common/fastpath_node.h", "../common/tape.h"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import cpp_build, kept_memory
+from fastlinear.ops.common import cpp_build, cpu_allocator
 from fastlinear.ops.common.activations import CODES
 from fastlinear.ops.gated_mlp.stacking import Pre, empty_like, halves, split_pre
 
@@ -37,7 +37,7 @@ def forward(pre: Pre, activation: str, order: str, over: bool = False) -> Tensor
         UnsupportedError: the library cannot be compiled or loaded.
     """
     gate, up = split_pre(pre, order)
-    h = gate if over and order == "apart" else kept_memory.empty(gate.shape, gate.dtype)
+    h = gate if over and order == "apart" else cpu_allocator.empty(gate.shape, gate.dtype)
     if not gate.numel():
         return h
     code = _library().fastlinear_gate_forward(
@@ -77,7 +77,7 @@ def backward(
     """
     gate, up = split_pre(pre, order)
     dpre = pre if over else empty_like(pre)
-    h = dh if in_place else kept_memory.empty(dh.shape, dh.dtype)
+    h = dh if in_place else cpu_allocator.empty(dh.shape, dh.dtype)
     sums = tuple(
         torch.empty(t.shape[1], dtype=t.dtype, device=t.device) if need and t is not None else None
         for t, need in zip(pre, needs, strict=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.op.front import public
-from fastlinear.ops.gated_mlp.kept import OWN, account, needs_of, way_of
+from fastlinear.ops.gated_mlp.saved_memory import OWN, account, needs_of, way_of
 from fastlinear.ops.gated_mlp.spec import FRONT, has_kernels, level_of
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 

@@ -24,8 +24,8 @@ from fastlinear.op.step import Step
 from fastlinear.ops.common import calls
 from fastlinear.ops.gated_mlp import reference, selection, tape
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP, as_rows
-from fastlinear.ops.gated_mlp.kept import OWN, reads_kept, way_of
 from fastlinear.ops.gated_mlp.problem import NAME
+from fastlinear.ops.gated_mlp.saved_memory import OWN, reads_kept, way_of
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 from fastlinear.ops.gated_mlp.validation import KINDS, validate
 

@@ -18,10 +18,10 @@ from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.gated_mlp import bias_sums, cuda, launches
 from fastlinear.ops.gated_mlp.autograd import Formula
 from fastlinear.ops.gated_mlp.cuda_config import config_for
-from fastlinear.ops.gated_mlp.kept import READERS, readers_of_x, reads_kept
 from fastlinear.ops.gated_mlp.launches import Laid
 from fastlinear.ops.gated_mlp.layers import products_for
 from fastlinear.ops.gated_mlp.products import PYTORCH
+from fastlinear.ops.gated_mlp.saved_memory import READERS, readers_of_x, reads_kept
 from fastlinear.ops.gated_mlp.stacking import (
     Biases,
     Needs,

@@ -26,9 +26,9 @@ from fastlinear.profile.records import IN_PLACE, Finding
 from fastlinear.profile.timeline import Timeline, timeline
 from fastlinear.rewrite.evaluate.covered import covered
 from fastlinear.rewrite.evaluate.gates_flow import Watch, could_hold
-from fastlinear.rewrite.evaluate.gates_kept import needs_of, saved_by
-from fastlinear.rewrite.evaluate.gates_kept import told as kept_told
 from fastlinear.rewrite.evaluate.gates_match import sites_of
+from fastlinear.rewrite.evaluate.gates_saved_memory import needs_of, saved_by
+from fastlinear.rewrite.evaluate.gates_saved_memory import told as kept_told
 from fastlinear.rewrite.evaluate.gates_unseen import findings
 from fastlinear.rewrite.evaluate.measure import backends_of
 from fastlinear.rewrite.evaluate.not_measured import budget_spent

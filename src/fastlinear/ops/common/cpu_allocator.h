@@ -25,12 +25,12 @@
 
 namespace fastpath {
 
-class KeptMemory final : public c10::Allocator {
+class CpuAllocator final : public c10::Allocator {
  public:
   static constexpr size_t kLeast = size_t(1) << 25;  // bytes; malloc keeps smaller blocks, once asked
 
-  static KeptMemory& instance() {
-    static auto* it = new KeptMemory;  // outlives every tensor
+  static CpuAllocator& instance() {
+    static auto* it = new CpuAllocator;  // outlives every tensor
     return *it;
   }
 
@@ -155,7 +155,7 @@ inline void let_malloc_keep(size_t bytes) {
 #if defined(__GLIBC__)
   for (const char* name : {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"})
     if (std::getenv(name) != nullptr) return;  // somebody has decided
-  mallopt(M_MMAP_THRESHOLD, static_cast<int>(KeptMemory::kLeast));  // the most that it takes
+  mallopt(M_MMAP_THRESHOLD, static_cast<int>(CpuAllocator::kLeast));  // the most that it takes
   mallopt(M_TRIM_THRESHOLD, static_cast<int>(std::min(bytes, size_t(1) << 30)));
 #else
   (void)bytes;
@@ -172,10 +172,10 @@ inline void have_malloc_give_back() {
 // A new dense tensor on the CPU.
 inline at::Tensor new_on_cpu(c10::IntArrayRef sizes, c10::ScalarType dtype) {
   const auto bytes = size_t(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
-  if (bytes < KeptMemory::kLeast) return at::Tensor(at::detail::empty_cpu(sizes, dtype));
+  if (bytes < CpuAllocator::kLeast) return at::Tensor(at::detail::empty_cpu(sizes, dtype));
   const c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
   return at::Tensor(
-      at::detail::empty_generic(sizes, &KeptMemory::instance(), cpu, dtype, std::nullopt));
+      at::detail::empty_generic(sizes, &CpuAllocator::instance(), cpu, dtype, std::nullopt));
 }
 
 }  // namespace fastpath

@@ -17,7 +17,7 @@ import fastlinear as fl
 from fastlinear.dispatch.explain import Kept
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.gated_mlp import explain
-from fastlinear.ops.gated_mlp.kept import OWN
+from fastlinear.ops.gated_mlp.saved_memory import OWN
 from fastlinear.ops.gated_mlp.stacking import ORDERS
 
 M, K, H, N = 7, 16, 24, 40

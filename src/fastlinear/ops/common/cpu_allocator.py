@@ -1,4 +1,4 @@
-"""Memory of large results on a CPU, kept at hand for the next ones (``kept_memory.h``).
+"""Memory of large results on a CPU, kept at hand for the next ones (``cpu_allocator.h``).
 
 Pages of a new result cost more than most passes over it. Blocks of 32 MiB and more that are free
 again are kept, as far as ``FASTLINEAR_KEEP_MIB`` allows; pages of those that are not used again

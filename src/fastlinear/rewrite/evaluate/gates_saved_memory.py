@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.explain import mib
-from fastlinear.ops.gated_mlp.kept import account, way_of
+from fastlinear.ops.gated_mlp.saved_memory import account, way_of
 from fastlinear.ops.gated_mlp.stacking import Needs
 from fastlinear.rewrite.rules.gated import GatedSite
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import fastlinear as fl
 from fastlinear.core.errors import InputError
 from fastlinear.core.settings import kept_bytes
-from fastlinear.ops.common import fastpath, fastpath_node, kept_memory
+from fastlinear.ops.common import cpu_allocator, fastpath, fastpath_node
 
 pytestmark = pytest.mark.skipif(
     fastpath_node.reason_not() is not None, reason="no C++ library here"
@@ -35,7 +35,7 @@ def _library() -> Iterator[None]:
 
 
 def large(value: float, more: int = 0) -> Tensor:
-    return kept_memory.empty((ROWS + more, FEATURES), torch.float32).fill_(value)
+    return cpu_allocator.empty((ROWS + more, FEATURES), torch.float32).fill_(value)
 
 
 def test_memory_is_used_again_and_never_twice_at_a_time() -> None:
@@ -111,14 +111,14 @@ def test_what_is_kept_stands_in_no_ones_way() -> None:
     """Where memory may not grow any more, what is idle makes room."""
     script = """
 import resource, torch, fastlinear as fl
-from fastlinear.ops.common import fastpath_node, kept_memory
+from fastlinear.ops.common import fastpath_node, cpu_allocator
 assert fastpath_node.wait()
-tensors = [kept_memory.empty((10 << 20,), torch.float32) for _ in range(8)]
+tensors = [cpu_allocator.empty((10 << 20,), torch.float32) for _ in range(8)]
 del tensors
 with open("/proc/self/statm") as f:
     size = int(f.read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20),) * 2)
-print(kept_memory.empty((40 << 20,), torch.float32).numel(), fl.release_memory())
+print(cpu_allocator.empty((40 << 20,), torch.float32).numel(), fl.release_memory())
 """
     said = subprocess.run(
         [sys.executable, "-c", script],
@@ -142,9 +142,9 @@ def test_a_much_larger_block_is_left_for_larger_results() -> None:
 def test_no_more_is_kept_than_allowed() -> None:
     script = """
 import torch, fastlinear as fl
-from fastlinear.ops.common import fastpath_node, kept_memory
+from fastlinear.ops.common import fastpath_node, cpu_allocator
 assert fastpath_node.wait()
-tensors = [kept_memory.empty((4096, 4096), torch.float32) for _ in range(3)]
+tensors = [cpu_allocator.empty((4096, 4096), torch.float32) for _ in range(3)]
 del tensors
 print(fl.release_memory() >> 20)
 """
@@ -232,11 +232,11 @@ def test_a_result_is_a_tensor_like_others() -> None:
     assert t.numpy()[0, 0] == 5.0
     assert t.share_memory_().is_shared()
     assert large(6.0).unique().tolist() == [6.0]
-    for shape in ((kept_memory.LEAST // 4,), (kept_memory.LEAST // 4 - 1,)):
-        assert kept_memory.empty(shape, torch.float32).shape == shape
-    small = kept_memory.empty((3, 5), torch.bfloat16)
+    for shape in ((cpu_allocator.LEAST // 4,), (cpu_allocator.LEAST // 4 - 1,)):
+        assert cpu_allocator.empty(shape, torch.float32).shape == shape
+    small = cpu_allocator.empty((3, 5), torch.bfloat16)
     assert (small.shape, small.dtype) == ((3, 5), torch.bfloat16)
-    assert kept_memory.empty((ROWS, FEATURES), torch.int64).dtype is torch.int64
+    assert cpu_allocator.empty((ROWS, FEATURES), torch.int64).dtype is torch.int64
 
 
 def test_the_profiler_sees_it() -> None:
@@ -272,7 +272,7 @@ def test_threads_and_forked_processes() -> None:
         good = False
         try:
             torch.set_num_threads(1)
-            here = kept_memory.empty((ROWS, FEATURES), torch.float32)
+            here = cpu_allocator.empty((ROWS, FEATURES), torch.float32)
             here[0, 0] = 9.0
             good = bool(mine[0, 0] == 7.0) and bool(here[0, 0] == 9.0)
         finally:
