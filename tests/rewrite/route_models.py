@@ -254,7 +254,7 @@ ROUTES: dict[str, Route] = {
     "chain in a forward": Route(WrittenChain, {"guard", "mlp", "call_fused_chain"}),
     "chain made by torch.fx": Route(symbolic, {"guard", "mlp"}),
     "chain through a block": Route(Blocks, {"guard", "through blocks", "call_fused_linear"}),
-    "written on parameters": Route(Held, {"guard", "call_held_of", "call_chain_of"}),
+    "written on parameters": Route(Held, {"guard", "call_functional_linear_of", "call_chain_of"}),
     "gate on parameters": Route(HeldGate, {"guard", "call_gate_on"}),
     "gated module": Route(Gate, {"guard", "gated_mlp"}),
     "gate in a forward": Route(GateAmid, {"guard", "call_gate"}),

@@ -58,7 +58,7 @@ def sites_of(work: Work) -> list[GatedSite]:
         gate = part.gate if whole or _kept(work, part.names(part.gate)[-1]) else half
         assert gate is not None
         glu = len((half or part.gate).end.all_input_nodes) == 1
-        written = {name: one.held for name, one in gate.written.items()}
+        written = {name: one.linear for name, one in gate.written.items()}
         advised = gate.why is None
         how: dict[str, Any] = {"glu": glu, "opened": part.gate.opened, "written": written}
         found.append(GatedSite(part.fqn, part.parent, gate.gated, True, advised, **how))

@@ -18,9 +18,9 @@ from fastlinear.rewrite.match.links import Edit, Links, Replacement, Run, only_u
 from fastlinear.rewrite.match.parallel_mlps import Abreast
 from fastlinear.rewrite.swap.forwards import (
     call_chain_of,
+    call_functional_linear_of,
     call_fused_chain,
     call_fused_linear,
-    call_held_of,
 )
 from fastlinear.rewrite.swap.gated_forward import call_gate, call_gate_of, call_gate_on
 from fastlinear.rewrite.swap.list_forward import call_list
@@ -36,12 +36,12 @@ def linear(name: str, activation: str, backend: str | None) -> Edit:
         start, steps = links.begins[name], {links.begins[name], links.linears[name]}
         if name in links.pairs:
             steps.add(links.pairs[name][0])
-        held = links.written[name].held if name in links.written else None
+        held = links.written[name].linear if name in links.written else None
 
         def call(graph: Graph, root: Node, given: Sequence[Node]) -> Node:
             if held is not None:
                 how = (root, *given, activation, backend)
-                return graph.call_function(call_held_of(held), how)
+                return graph.call_function(call_functional_linear_of(held), how)
             child = graph.create_node("get_attr", name)
             return graph.call_function(call_fused_linear, (child, *given, activation, backend))
 

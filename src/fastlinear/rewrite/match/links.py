@@ -240,7 +240,7 @@ class Links:
 
     def path(self, name: str) -> Any:
         """Where a linear is: the names that lead to it, or how it is written on parameters."""
-        return self.written[name].held if name in self.written else tuple(name.split("."))
+        return self.written[name].linear if name in self.written else tuple(name.split("."))
 
     def hidden(self, names: Iterable[str]) -> frozenset[Node]:
         """Parameters that these linears alone read."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from fastlinear.profile import equations
-from fastlinear.rewrite.swap.held import ADDMM, EINSUM, LINEAR, SUM, Held
+from fastlinear.rewrite.swap.functional_linear import ADDMM, EINSUM, LINEAR, SUM, FunctionalLinear
 
 _PRODUCTS: set[Any] = {operator.matmul, torch.matmul, torch.mm, "matmul", "mm"}
 _SUMS: set[Any] = {operator.add, operator.iadd, torch.add, "add", "add_"}
@@ -28,13 +28,13 @@ class Written:
     """One linear written on parameters.
 
     Attributes:
-        held: where its parameters are, and how it is written.
+        linear: where its parameters are, and how it is written.
         given, first, end: what it reads, the first node that reads it, and its result.
         inner: its parameters, and their transposes, where it alone reads them.
         turns: the transpose of its weight, if it reads that.
     """
 
-    held: Held
+    linear: FunctionalLinear
     given: Node
     first: Node
     end: Node
@@ -44,7 +44,7 @@ class Written:
     @property
     def name(self) -> str:
         """What it is called: as its weight is, inside the parent."""
-        return ".".join(self.held.weight)
+        return ".".join(self.linear.weight)
 
 
 def written_in(parent: nn.Module, graph: Graph) -> dict[str, Written]:
@@ -63,7 +63,7 @@ def written_in(parent: nn.Module, graph: Graph) -> dict[str, Written]:
 def _alone(one: Written, read: dict[str, set[Node]]) -> bool:
     """Whether nothing else reads its parameters."""
     own = {one.first, one.end, *one.turns}
-    paths = (path for path in (one.held.weight, one.held.bias) if path is not None)
+    paths = (path for path in (one.linear.weight, one.linear.bias) if path is not None)
     readers = [read[".".join(path)] for path in paths]
     readers += [{user for user in turn.users if not _asks(user)} for turn in one.turns]
     return all(found <= own for found in readers)
@@ -115,9 +115,9 @@ def _written(node: Node, known: dict[str, nn.Parameter]) -> Written | None:
     while left := {n for n in inner if not set(n.users) <= inner | {node, end}}:
         inner -= left  # something else asks for its shape
     path = None if bias is None else tuple(str(bias.target).split("."))
-    held = Held(tuple(factor.name.split(".")), path, turned, form, equation)
+    linear = FunctionalLinear(tuple(factor.name.split(".")), path, turned, form, equation)
     turns = frozenset(n for n in factor.nodes if n.op != "get_attr")
-    return Written(held, x, node, end, frozenset(inner), turns)
+    return Written(linear, x, node, end, frozenset(inner), turns)
 
 
 def _equation(node: Node) -> equations.Linear | None:

@@ -15,7 +15,7 @@ from torch.fx import Node
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.match.on_parameters import Written
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
-from fastlinear.rewrite.swap.held import AsLayer
+from fastlinear.rewrite.swap.functional_linear import AsLayer
 
 _DROPOUTS = {F.dropout: "training", torch.dropout: "train"}
 
@@ -99,8 +99,8 @@ def written_on(parent: nn.Module, written: Mapping[str, Written]) -> dict[Node, 
     """The linears written on parameters, by the node of their value."""
     found = {}
     for name, one in written.items():
-        layer = AsLayer(one.held, parent)
-        n, k = layer.weight.shape[::-1] if one.held.turned else layer.weight.shape
+        layer = AsLayer(one.linear, parent)
+        n, k = layer.weight.shape[::-1] if one.linear.turned else layer.weight.shape
         found[one.end] = Projection(name, one.end, one.first, one.given, layer, (k, n), written=one)
     return found
 

@@ -29,8 +29,8 @@ from fastlinear.rewrite.match.eligible import refuse_linear, refuse_module
 from fastlinear.rewrite.match.fused_gates import fused_gate
 from fastlinear.rewrite.match.gated_module import recognise
 from fastlinear.rewrite.match.written import Written
+from fastlinear.rewrite.swap.functional_linear import AsLayer, FunctionalLinear
 from fastlinear.rewrite.swap.gated_forward import call_gated, gated_forward
-from fastlinear.rewrite.swap.held import AsLayer, Held
 
 DROPS = "in training it drops what the gate lets through"
 
@@ -56,7 +56,7 @@ class GatedSite:
     advised: bool = True
     glu: bool = False
     opened: Written | None = None
-    written: Mapping[str, Held] = field(default_factory=dict)
+    written: Mapping[str, FunctionalLinear] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ from fastlinear.rewrite.swap.parts import side_by_side
 from fastlinear.rewrite.swap.row_forward import behind_one_another, together
 
 _LAYOUT = "g ... k"
-Held = tuple[list[Tensor], list[Tensor | None]]
+FunctionalLinear = tuple[list[Tensor], list[Tensor | None]]
 """Weights and biases."""
 
 
@@ -86,7 +86,7 @@ class _Row:
     members: tuple[Candidate, ...]
     reads = SHARED
 
-    def held(self) -> Held:
+    def held(self) -> FunctionalLinear:
         return weights_and_biases(self.members)
 
     def inputs(self, x: Tensor) -> Sequence[Tensor]:

@@ -27,7 +27,7 @@ from fastlinear.rewrite.match.eligible import (
 from fastlinear.rewrite.match.gates import activation_of_module
 from fastlinear.rewrite.match.parent import Fusable, fusable
 from fastlinear.rewrite.match.sites import FilterFn, activations_of, inside
-from fastlinear.rewrite.swap.held import AsLayer
+from fastlinear.rewrite.swap.functional_linear import AsLayer
 
 _INSTEAD = "As an nn.Linear, or in fl.linear_act, fl.mlp or fl.nn.MLP, it would be one."
 
@@ -142,11 +142,11 @@ def _candidate(
         text = f"The trace of the forward of {type(parent).__qualname__!r} does not show it as a "
         text += "linear: its parameters are read elsewhere as well, or are not its own, or are "
         return Refusal("not_shown", f"{text}computed with before. {_INSTEAD}")
-    layer = AsLayer(written.held, parent)
+    layer = AsLayer(written.linear, parent)
     refusal = refuse_parameters(model, f"{parent_fqn}.{name}".lstrip("."), layer)
     if refusal is not None:
         return refusal
-    kind = "conv1d" if written.held.turned else "linear"
+    kind = "conv1d" if written.linear.turned else "linear"
     activation, more = "none", {"parent_fqn": parent_fqn, "parent": parent, "pairs": offered}
     if name in offered.links.pairs:
         node, activation = offered.links.pairs[name]

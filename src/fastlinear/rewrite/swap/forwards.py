@@ -23,7 +23,7 @@ from fastlinear.core.wrappers import PLAIN
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import linear_act
 from fastlinear.ops.mlp import mlp
-from fastlinear.rewrite.swap.held import Held
+from fastlinear.rewrite.swap.functional_linear import FunctionalLinear
 from fastlinear.rewrite.swap.stand_in import mark
 
 Forward = Callable[..., Any]
@@ -112,7 +112,7 @@ def call_fused_linear(linear: nn.Module, x: Tensor, activation: str, backend: st
 
 def call_fused_chain(
     parent: nn.Module,
-    paths: Sequence[Sequence[str] | Held],
+    paths: Sequence[Sequence[str] | FunctionalLinear],
     x: Tensor,
     activation: str,
     final_activation: str,
@@ -127,7 +127,7 @@ def call_fused_chain(
     linears, weights, biases = [], [], []
     fusable = not overridden()
     for path in paths:
-        if isinstance(path, Held):
+        if isinstance(path, FunctionalLinear):
             found = path.tensors(parent, x)
             linears.append(partial(path.plain, parent))
             fusable = fusable and found is not None
@@ -152,7 +152,7 @@ def call_fused_chain(
     return x
 
 
-def call_chain_of(paths: Sequence[Sequence[str] | Held]) -> Callable[..., Tensor]:
+def call_chain_of(paths: Sequence[Sequence[str] | FunctionalLinear]) -> Callable[..., Tensor]:
     """``call_fused_chain`` for linears some of which are written on parameters."""
 
     def call_chain(parent: nn.Module, x: Tensor, *how: Any) -> Tensor:
@@ -161,17 +161,19 @@ def call_chain_of(paths: Sequence[Sequence[str] | Held]) -> Callable[..., Tensor
     return call_chain
 
 
-def call_held_of(held: Held) -> Callable[..., Tensor]:
+def call_functional_linear_of(linear: FunctionalLinear) -> Callable[..., Tensor]:
     """``call_fused_linear``, given the parent, for a linear written on parameters."""
 
-    def call_held(parent: nn.Module, x: Tensor, activation: str, backend: str | None) -> Tensor:
-        found = held.tensors(parent, x)
+    def call_functional_linear(
+        parent: nn.Module, x: Tensor, activation: str, backend: str | None
+    ) -> Tensor:
+        found = linear.tensors(parent, x)
         if found is not None:
             return call_linear_act(x, *found, activation, backend)
-        y: Tensor = activation_of(activation).value(held.plain(parent, x))
+        y: Tensor = activation_of(activation).value(linear.plain(parent, x))
         return y
 
-    return call_held
+    return call_functional_linear
 
 
 def is_plain(linear: nn.Module) -> bool:

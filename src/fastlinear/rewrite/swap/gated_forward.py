@@ -23,10 +23,10 @@ from fastlinear.rewrite.swap.forwards import (
     overridden,
     weight_and_bias,
 )
+from fastlinear.rewrite.swap.functional_linear import FunctionalLinear
 from fastlinear.rewrite.swap.guard import guarded
-from fastlinear.rewrite.swap.held import Held
 
-Path = Sequence[str] | Held
+Path = Sequence[str] | FunctionalLinear
 """What leads to a linear."""
 
 
@@ -109,10 +109,10 @@ def call_gate_on(
 ) -> Callable[..., Tensor]:
     """``call`` for linears some of which are written on parameters."""
 
-    def call_gate_held(parent: nn.Module, x: Tensor, *how: Any) -> Tensor:
+    def call_gate_functional(parent: nn.Module, x: Tensor, *how: Any) -> Tensor:
         return call(parent, paths, x, *how)
 
-    return call_gate_held
+    return call_gate_functional
 
 
 def _let_through(
@@ -125,7 +125,7 @@ def _let_through(
 
 def _tensors(parent: nn.Module, path: Path, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
     """Weight (N, K) and bias; None where it is no plain linear, or where others have a say."""
-    if isinstance(path, Held):
+    if isinstance(path, FunctionalLinear):
         return path.tensors(parent, x)
     layer = _at(parent, path)
     plain = type(layer) in PLAIN_LINEARS and not is_hooked(layer.__dict__)
@@ -133,7 +133,7 @@ def _tensors(parent: nn.Module, path: Path, x: Tensor) -> tuple[Tensor, Tensor |
 
 
 def _linear(parent: nn.Module, path: Path) -> Callable[[Tensor], Tensor]:
-    return partial(path.plain, parent) if isinstance(path, Held) else _at(parent, path)
+    return partial(path.plain, parent) if isinstance(path, FunctionalLinear) else _at(parent, path)
 
 
 def _at(parent: nn.Module, path: Sequence[str]) -> nn.Module:

@@ -20,7 +20,7 @@ LINEAR, ADDMM, SUM, EINSUM = "linear", "addmm", "sum", "einsum"
 
 
 @dataclass(frozen=True)
-class Held:
+class FunctionalLinear:
     """A linear written on parameters.
 
     Attributes:
@@ -78,15 +78,15 @@ class Held:
 class AsLayer(nn.Module):
     """A linear written on parameters as a layer that shares them: it is tried and timed by that."""
 
-    def __init__(self, held: Held, parent: nn.Module) -> None:
+    def __init__(self, linear: FunctionalLinear, parent: nn.Module) -> None:
         super().__init__()
-        self.held = held
-        self.weight = _attribute(parent, held.weight)
-        self.bias = None if held.bias is None else _attribute(parent, held.bias)
+        self.linear = linear
+        self.weight = _attribute(parent, linear.weight)
+        self.bias = None if linear.bias is None else _attribute(parent, linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) → (..., N)."""
-        return self.held.compute(x, self.weight, self.bias)
+        return self.linear.compute(x, self.weight, self.bias)
 
 
 def _parameter(module: nn.Module, path: tuple[str, ...]) -> Tensor | None:
