@@ -12,8 +12,8 @@
 // groups first: a strip is one group, and of its rows P are one, so that p is no group but a place
 // among P tokens, each with its share of dW and db.
 //
-// SIGNS: of what the forward computed its signs were saved. Warps that have nothing else to do, GRADERS,
-// then write dpre over dy, tiles ahead of those that multiply.
+// SIGNS: of what the forward computed its signs were saved. Warps that have nothing else to do,
+// DACT_WARPS, then write dpre over dy, tiles ahead of those that multiply.
 //
 // Rows of a group need not begin at 16 bytes in shared memory. Matrices are read from a window that
 // begins up to SHIFT words early: of dW what belongs to others is not stored, in dx it is masked.
@@ -29,7 +29,7 @@
 constexpr int WARPS = P * PARTS, THREADS = 32 * (WARPS + SERVICE_WARPS);
 constexpr int NW = N / 2;  // words of a group of dy
 constexpr bool HAS_SAVED = ACT != ACT_NONE && !SIGNS;
-constexpr int GRADERS = SIGNS ? SERVICE_WARPS - 1 : 0;
+constexpr int DACT_WARPS = SIGNS ? SERVICE_WARPS - 1 : 0;
 constexpr bool NEED_SUMS = NEED_DW || NEED_DB;
 constexpr int BARRIERS = 1024;  // bytes in front of the tiles
 
@@ -264,7 +264,7 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
     for (int s = 0; s < STAGES; ++s) {
       bar_init(full + 8 * s, 1);
       bar_init(done + 8 * s, WARPS);
-      if (GRADERS) bar_init(graded + 8 * s, GRADERS);
+      if (DACT_WARPS) bar_init(graded + 8 * s, DACT_WARPS);
     }
     for (int s = 0; s < OUTS; ++s) bar_init(taken + 8 * s, 1);
     bar_init(brought, 1);
@@ -326,12 +326,13 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
         }
         __syncwarp();
       }
-    } else if (GRADERS) {
+    } else if (DACT_WARPS) {
       for (int i = 0; i < count; ++i) {
         const int slot = i % STAGES;
         bar_wait(full + 8 * slot, (i / STAGES) & 1);
         const u32 signs = signs_at + slot * SIGN_BYTES;
-        grade_by_signs<Dy, GRADERS ? GRADERS : 1>(stages + slot * STAGE, signs, warp - WARPS - 1, lane);
+        grade_by_signs<Dy, DACT_WARPS ? DACT_WARPS : 1>(stages + slot * STAGE, signs,
+                                                        warp - WARPS - 1, lane);
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();
         if (lane == 0) bar_arrive(graded + 8 * slot);
@@ -368,7 +369,7 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
             __syncwarp();
           else
             asm volatile("bar.sync %0, %1;" ::"r"(p + 1), "n"(32 * PARTS) : "memory");
-        } else if (GRADERS) {
+        } else if (DACT_WARPS) {
           bar_wait(graded + 8 * slot, (i / STAGES) & 1);
         } else if (SIGNS) {
           grade_by_signs<Dy, WARPS>(dpre, signs_at + slot * SIGN_BYTES, warp, lane);

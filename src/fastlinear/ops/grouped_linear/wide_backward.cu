@@ -8,9 +8,9 @@
 //   dx^T (64, TOKENS) = W^T (64, N) dpre^T
 //   dW^T (64, N) += x^T (64, TOKENS) dpre
 // dW is in registers, and so is W for as many of the N as there are registers; the rest of it is in
-// shared memory. The first warpgroup, the graders, writes dpre over dy and sums db; between tiles each
-// of its warps has the copy engine bring in a box of 64 features of dy, of what the forward saved, and of x,
-// or asks for their rows itself where these do not begin at 16 bytes.
+// shared memory. The first warpgroup, the dact warps, writes dpre over dy and sums db; between
+// tiles each of its warps has the copy engine bring in a box of 64 features of dy, of what the
+// forward saved, and of x, or asks for their rows itself where these do not begin at 16 bytes.
 // dx leaves through the copy engine. Where several blocks share a group each leaves a float32 share of dW
 // and db, and the second kernel adds them up in order. With CHANNELS a box is 64 features of a tile's
 // tokens, so that what was turned is not, and what was not is; half a tile is half of its features.
@@ -22,7 +22,7 @@
 // Macros from the host, besides those of the headers: K N, of a group; NEED_DX NEED_DW NEED_DB; TILES
 // of dy and x, PARTS (half tiles) of what was saved, OUTS of dx in shared memory; HELD, of the boxes of
 // W those in registers; SPLIT; SIGNS 1: what was saved are the signs of y (sign_mask.py, `Boxes`),
-// which graders read into registers.
+// which dact warps read into registers.
 
 // ---------------------------------------------------------------- dx^T = W^T dpre^T
 
@@ -155,16 +155,16 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) % 4;
   if (threadIdx.x == 0) {
-    // graders that read dy beside the products
-    constexpr int SUMMING = DERIVES || !NEED_DB ? 0 : GRADERS;
+    // dact warps that read dy beside the products
+    constexpr int SUMMING = DERIVES || !NEED_DB ? 0 : DACT_WARPS;
     const int users = 4 * (CLUSTER > 1 ? K_BOXES : Part(groups).boxes) + SUMMING * CLUSTER;
     for (int s = 0; s < TILES; ++s) {
-      mbar_init(full + 8 * s, GRADERS * (CARRIES ? 33 : 1));
-      mbar_init(ready + 8 * s, GRADERS);
+      mbar_init(full + 8 * s, DACT_WARPS * (CARRIES ? 33 : 1));
+      mbar_init(ready + 8 * s, DACT_WARPS);
       mbar_init(free + 8 * s, users);
     }
     for (int s = 0; s < PARTS; ++s)
-      mbar_init(base + PART_FREE_AT + 8 * s, GRADERS * (SPLIT ? 1 : CLUSTER));
+      mbar_init(base + PART_FREE_AT + 8 * s, DACT_WARPS * (SPLIT ? 1 : CLUSTER));
     mbar_init(base + W_FULL_AT, 1);
     publish_barriers();
   }
@@ -172,7 +172,7 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
 
   if (warpgroup == 0) {
     leave_registers<LEFT>();
-    if (warp < GRADERS) {
+    if (warp < DACT_WARPS) {
       const Part p(groups);
       Tiles from = {&dy_map,
                     &saved_map,
@@ -217,11 +217,11 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
               from.bring(p, chunks, lane);
               continue;
             }
-            const bool here = !HAS_GRADERS || mbar_test(full + 8 * slot, i / TILES & 1);
+            const bool here = !HAS_DACT_WARPS || mbar_test(full + 8 * slot, i / TILES & 1);
             if (from.turn > i && first_lane(here)) break;
           }
         }
-        if (!HAS_GRADERS) continue;
+        if (!HAS_DACT_WARPS) continue;
         __syncwarp();
         mbar_wait(full + 8 * slot, i / TILES & 1);
 #pragma unroll 1

@@ -1,13 +1,13 @@
-// Sizes of wide_backward.cu, where things lie in a block's shared memory, and what its graders do: dpre
-// over dy, and db. The texts that it names and its macros stand before this one.
+// Sizes of wide_backward.cu, where things lie in a block's shared memory, and what its dact warps
+// do: dpre over dy, and db. The texts that it names and its macros stand before this one.
 
 constexpr int TOKENS = BK, HALF = 128;
 constexpr int HALVES = (K + HALF - 1) / HALF;
 constexpr int BOX = TOKENS * 128, N_BOXES = BN / 64, K_BOXES = (K + 63) / 64;
-constexpr bool CARRIES = BY_WORDS<N> || BY_WORDS<K> && NEED_DW;  // what no box brings, graders do
+constexpr bool CARRIES = BY_WORDS<N> || BY_WORDS<K> && NEED_DW;  // what no box brings, dact warps do
 constexpr bool DERIVES = ACT != ACT_NONE || CARRIES, SAVED_BOXES = ACT != ACT_NONE && !SIGNS;
 constexpr bool W_BY_WORDS = K % 8 != 0;  // what of W is in shared memory
-constexpr bool HAS_GRADERS = DERIVES || NEED_DB;
+constexpr bool HAS_DACT_WARPS = DERIVES || NEED_DB;
 
 constexpr int DY_BYTES = N_BOXES * BOX, X_BYTES = NEED_DW ? 2 * BOX : 0;
 constexpr int TILE = DY_BYTES + X_BYTES;
@@ -16,13 +16,13 @@ constexpr int OUT_AT = SAVED_AT + (SAVED_BOXES ? PARTS * (DY_BYTES / 2) : 0);
 constexpr int W_AT = OUT_AT + (NEED_DX ? OUTS * 2 * BOX : 0), W_BOXES = NEED_DX ? N_BOXES - HELD : 0;
 constexpr int DB_AT = W_AT + W_BOXES * 2 * BOX;
 
-// Each grader has a box of half a tile, or one half of its rows.
-constexpr int SHARERS = N_BOXES > 2 ? 1 : 2, GRADERS = SHARERS * N_BOXES, ROWS = TOKENS / 2 / SHARERS;
+// Each dact warp has a box of half a tile, or one half of its rows.
+constexpr int SHARERS = N_BOXES > 2 ? 1 : 2, DACT_WARPS = SHARERS * N_BOXES, ROWS = TOKENS / 2 / SHARERS;
 // Blocks that it has under way, as registers allow.
 constexpr bool LIGHT = ACT == ACT_NONE || ACT == ACT_RELU || ACT == ACT_LEAKY_RELU;
 constexpr int AT_ONCE = !LIGHT ? 1 : SIGNS && SPLIT && ACT == ACT_RELU ? 4 : 2;
 constexpr int OWN_HALVES = SPLIT ? 1 : 2;  // of a tile, those that this block grades
-constexpr int DB_BYTES = NEED_DB && !CHANNELS ? CLUSTER * GRADERS * 64 * 4 : 0;
+constexpr int DB_BYTES = NEED_DB && !CHANNELS ? CLUSTER * DACT_WARPS * 64 * 4 : 0;
 
 constexpr int FULL_AT = DB_AT + DB_BYTES;  // barriers: dy, saved and x are there
 constexpr int GRADED_AT = FULL_AT + 8 * TILES;
@@ -30,7 +30,7 @@ constexpr int FREE_AT = GRADED_AT + 8 * TILES;
 constexpr int PART_FREE_AT = FREE_AT + 8 * TILES;
 constexpr int W_FULL_AT = PART_FREE_AT + 8 * PARTS;
 
-constexpr bool FEW = CARRIES && N_BOXES < 4;  // sums, and more to do for graders
+constexpr bool FEW = CARRIES && N_BOXES < 4;  // sums, and more to do for dact warps
 constexpr int LEFT = FEW ? 72 : 56, TAKEN = FEW ? 216 : 224;  // registers of a thread
 
 static_assert(LEFT + 2 * TAKEN <= 3 * LAUNCHED, "more would be waited for for ever");
@@ -49,9 +49,10 @@ __device__ __forceinline__ void release(u32 bar, u32 lane) {
 }
 
 // ---------------------------------------------------------------- dpre, db
-// A grader has a half of a box, in blocks of 16 tokens of 16 outputs. A lane holds four words of a block
-// as the multiplier has them: word 2j + h is token 8h + lane / 4, outputs 8j + 2 (lane % 4) and the next.
-// With CHANNELS, where a box has a row for each output, these are read and written turned.
+// A dact warp has a half of a box, in blocks of 16 tokens of 16 outputs. A lane holds four words of
+// a block as the multiplier has them: word 2j + h is token 8h + lane / 4, outputs 8j + 2 (lane % 4)
+// and the next. With CHANNELS, where a box has a row for each output, these are read and written
+// turned.
 
 // dy * act'(pre) of two numbers, from what was saved.
 __device__ __forceinline__ u32 graded_words(u32 dy, u32 saved) {
@@ -118,11 +119,11 @@ __device__ __forceinline__ u32 block_row(int lane) {
   return row * 128 + (piece ^ lane % 8) * 16;
 }
 
-// A grader's ROWS rows of a half are BANDS of four blocks side by side.
+// A dact warp's ROWS rows of a half are BANDS of four blocks side by side.
 constexpr int BANDS = ROWS / 16;
 
-// dpre over dy in a grader's rows of a half. dy, saved: where this lane's row of the first block is.
-// signs: a word of each band; with CHANNELS of each block of a band, in its lower half.
+// dpre over dy in a dact warp's rows of a half. dy, saved: where this lane's row of the first block
+// is. signs: a word of each band; with CHANNELS of each block of a band, in its lower half.
 __device__ __forceinline__ void grade(u32 dy, u32 saved, const u32 (&signs)[4]) {
 #pragma unroll
   for (int band = 0; band < BANDS; ++band) {
@@ -153,7 +154,8 @@ __device__ __forceinline__ void grade(u32 dy, u32 saved, const u32 (&signs)[4]) 
 constexpr int SUM_HALVES = CHANNELS && CLUSTER == 1 ? 2 : 1;
 constexpr int SUMS = DERIVES ? 2 : CHANNELS ? 4 * BANDS * SUM_HALVES : 16;
 
-// Adds the tokens of a grader's rows of a half up; kFirst: which 16 outputs of a lane's are the first.
+// Adds the tokens of a dact warp's rows of a half up; kFirst: which 16 outputs of a lane's are the
+// first.
 template <int kFirst>
 __device__ __forceinline__ void add_tokens(float (&sums)[SUMS], u32 dpre, int lane) {
 #pragma unroll
@@ -186,7 +188,8 @@ __device__ __forceinline__ void add_tokens(float (&sums)[SUMS], u32 dpre, int la
   }
 }
 
-// The sums that a lane is to store, and where each belongs among a grader's columns; -1: nowhere.
+// The sums that a lane is to store, and where each belongs among a dact warp's columns; -1:
+// nowhere.
 __device__ __forceinline__ void gather(float (&sums)[SUMS]) {
   if (DERIVES) return;
 #pragma unroll
@@ -204,7 +207,8 @@ __device__ __forceinline__ int column_of(int i, int lane) {
   return which < BANDS * SUM_HALVES ? which / BANDS * 32 + which % BANDS * 16 + within : -1;
 }
 
-// With CHANNELS: a grader's sums into db or its share, as they are all there is of these outputs.
+// With CHANNELS: a dact warp's sums into db or its share, as they are all there is of these
+// outputs.
 __device__ __forceinline__ void put_sums(const float (&sums)[SUMS], char* db, bool rounded, int first,
                                          int lane) {
 #pragma unroll
@@ -218,27 +222,27 @@ __device__ __forceinline__ void put_sums(const float (&sums)[SUMS], char* db, bo
   }
 }
 
-// Else: a grader's sums of 64 columns into the first block's room for them.
-__device__ __forceinline__ void give_sums(u32 room, int rank, int grader, int lane,
+// Else: a dact warp's sums of 64 columns into the first block's room for them.
+__device__ __forceinline__ void give_sums(u32 room, int rank, int dact_warp, int lane,
                                           const float (&sums)[SUMS]) {
 #pragma unroll
   for (int i = 0; i < SUMS; ++i) {
     const int column = column_of(i, lane);
-    const u32 to = room + ((rank * GRADERS + grader) * 64 + column) * 4;
+    const u32 to = room + ((rank * DACT_WARPS + dact_warp) * 64 + column) * 4;
     if (column < 0) continue;
     if (CLUSTER > 1) store_float_cta(to, 0, sums[i]); else store_float(to, sums[i]);
   }
 }
 
-// The graders' sums of two columns, added up in order, into db or its share.
+// The dact warps' sums of two columns, added up in order, into db or its share.
 __device__ __forceinline__ void store_db(u32 room, char* db, bool rounded, int column) {
   if (column >= N) return;
   float lo = 0.0f, hi = 0.0f;
 #pragma unroll
   for (int i = 0; i < CLUSTER * SHARERS; ++i) {
-    const int grader = i / SHARERS * GRADERS + column / 64 * SHARERS + i % SHARERS;
+    const int dact_warp = i / SHARERS * DACT_WARPS + column / 64 * SHARERS + i % SHARERS;
     float of[2];
-    load_pair(of, room + (grader * 64 + column % 64) * 4);
+    load_pair(of, room + (dact_warp * 64 + column % 64) * 4);
     lo += of[0];
     hi += of[1];
   }

@@ -63,13 +63,13 @@ def shared_bytes(config: WideBackwardConfig, n: int, saved: bool, needs: Needs) 
     dy = padded(n) // COLUMNS * _BOX
     x = 2 * _BOX if needs[1] else 0
     out = 2 * _BOX * config.outs if needs[0] else 0
-    sums = (2 if config.cluster else 1) * graders(n) * COLUMNS * 4 if needs[2] else 0
+    sums = (2 if config.cluster else 1) * dact_warps(n) * COLUMNS * 4 if needs[2] else 0
     weights = 2 * _BOX * (padded(n) // COLUMNS - config.held) if needs[0] else 0
     kept = config.saved * dy // 2 if saved else 0
     return config.tiles * (dy + x) + kept + out + weights + sums + _BARRIERS
 
 
-def graders(n: int) -> int:
+def dact_warps(n: int) -> int:
     """Warps that grade: a box each, or a half of one."""
     boxes = padded(n) // COLUMNS
     return boxes if boxes > 2 else 2 * boxes
@@ -96,7 +96,7 @@ def wide_backward_config(
         saved: whether numbers were saved.
         needs: which gradients are wanted.
         sign_mask: whether signs were saved.
-        words: whether there is something that graders bring in, see ``has_words``.
+        words: whether there is something that dact warps bring in, see ``has_words``.
     """
     if not serves(k, n):
         return None

@@ -1,5 +1,5 @@
-// What a block of wide_backward.cu takes, and how its graders bring that in. The texts of wide_instructions.h
-// and wide_backward.h stand before this one.
+// What a block of wide_backward.cu takes, and how its dact warps bring that in. The texts of
+// wide_instructions.h and wide_backward.h stand before this one.
 
 // What one block does: tiles chunk, chunk + chunks, ... of a group.
 struct Part {
@@ -17,13 +17,13 @@ struct Part {
   }
 };
 
-// What one grader brings in: of each tile its box of dy and saved, and of x, once there is room. What has no
-// boxes the whole warp does: these rows of x by all graders.
+// What one dact warp brings in: of each tile its box of dy and saved, and of x, once there is room.
+// What has no boxes the whole warp does: these rows of x by all dact warps.
 struct Tiles {
   const TensorMap *dy, *saved, *x, *weight;
   Strided dy_rows, saved_rows, x_rows;
   u32 base;
-  int grader, groups, each, tokens;  // `each`: as Where has it
+  int dact_warp, groups, each, tokens;  // `each`: as Where has it
   int tile, turn;                    // the next tile
 
   // Whether there is a next tile, and all its room is free.
@@ -46,14 +46,15 @@ struct Tiles {
   }
 
   __device__ __forceinline__ void bring(const Part& p, int chunks, int lane) {
-    const int slot = turn % TILES, box = grader / SHARERS, own = SPLIT ? p.half : 0;
+    const int slot = turn % TILES, box = dact_warp / SHARERS, own = SPLIT ? p.half : 0;
     const u32 bar = base + FULL_AT + 8 * slot, to = base + slot * TILE;
     const Where at(tile, p.group, groups, each);
     if (lane == 0) bring_boxes(p, at, bar, to, box, own);
     if constexpr (BY_WORDS<N>) {
       const int columns = N - 64 * box;
 #pragma unroll 1
-      for (int r = own * (TOKENS / 2) + 8 * (grader % SHARERS); r < (SPLIT ? own + 1 : 2) * (TOKENS / 2);
+      for (int r = own * (TOKENS / 2) + 8 * (dact_warp % SHARERS);
+           r < (SPLIT ? own + 1 : 2) * (TOKENS / 2);
            r += 8 * SHARERS) {
         const int token = at.token + r;
         copy_rows<N>(to + box * BOX + 128 * r, dy_rows.at(at.plane, token) + 128 * box, 2 * dy_rows.row,
@@ -66,7 +67,7 @@ struct Tiles {
     }
     if constexpr (BY_WORDS<K> && NEED_DW) {
 #pragma unroll 1
-      for (int i = grader; i < p.boxes * (TOKENS / 8); i += GRADERS) {
+      for (int i = dact_warp; i < p.boxes * (TOKENS / 8); i += DACT_WARPS) {
         const int b = i / (TOKENS / 8), r = i % (TOKENS / 8) * 8, token = at.token + r;
         copy_rows<K>(to + DY_BYTES + b * BOX + 128 * r,
                      x_rows.at(at.plane, token) + 2 * HALF * p.half + 128 * b, 2 * x_rows.row, tokens - token,
@@ -83,8 +84,8 @@ struct Tiles {
     constexpr int SENDERS = SPLIT ? 1 : CLUSTER;  // blocks that bring in each other's boxes
     constexpr int READ = BOX * (SAVED_BOXES ? 2 : 1) / (SPLIT ? 2 : 1);
     const auto row = [](int half) { return half * (TOKENS / 2); };  // of half a box, its first
-    const bool of_box = !BY_WORDS<N> && grader % SHARERS == 0;
-    const bool of_x = NEED_DW && !BY_WORDS<K> && grader < p.boxes;
+    const bool of_box = !BY_WORDS<N> && dact_warp % SHARERS == 0;
+    const bool of_x = NEED_DW && !BY_WORDS<K> && dact_warp < p.boxes;
     mbar_expect(bar, (of_box ? READ : 0) + (of_x ? BOX : 0));
     if (of_box && (SENDERS == 1 || box % SENDERS == p.half)) {
       load_tokens<SENDERS>(to + box * BOX + own * (BOX / 2), dy, bar,
@@ -99,9 +100,9 @@ struct Tiles {
       }
     }
     if (of_x)
-      load_tokens<1>(to + DY_BYTES + grader * BOX, x, bar, HALF * p.half + 64 * grader, at.plane,
+      load_tokens<1>(to + DY_BYTES + dact_warp * BOX, x, bar, HALF * p.half + 64 * dact_warp, at.plane,
                      at.token);
-    if (!W_BY_WORDS && W_BOXES > 0 && turn == 0 && grader == 0) {
+    if (!W_BY_WORDS && W_BOXES > 0 && turn == 0 && dact_warp == 0) {
       mbar_expect(base + W_FULL_AT, W_BOXES * p.boxes * BOX);
       for (int w = 0; w < W_BOXES; ++w)
         for (int b = 0; b < p.boxes; ++b)
@@ -111,7 +112,8 @@ struct Tiles {
   }
 };
 
-// A grader's signs of a tile: of the tokens of each of its bands, or with CHANNELS of all tokens.
+// A dact warp's signs of a tile: of the tokens of each of its bands, or with CHANNELS of all
+// tokens.
 struct Signs {
   const u32* from;  // this lane's of its box of the first tile
   int sharer, rank, groups, each;
