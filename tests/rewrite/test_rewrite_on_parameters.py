@@ -185,7 +185,8 @@ def test_a_chain_is_found_and_computes_the_same(kind: Any, mode: str) -> None:
         model.drop.p = 0.0  # drops nothing
     other, before = copy.deepcopy(model), snapshot(model)
     found = matched(model, mode=mode)
-    assert [(c.names, c.activation, c.final_activation) for c in found] == [FORWARDS[kind]]
+    named = ((c.names, c.problems[0].option) for c in found)
+    assert [(n, of("activation"), of("final")) for n, of in named] == [FORWARDS[kind]]
     (chain,) = found
     assert site.failure(chain) is None
     torch.testing.assert_close(chain.before(X), chain.after(X))

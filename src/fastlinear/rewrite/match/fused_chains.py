@@ -18,7 +18,7 @@ from fastlinear.rewrite.match.candidate import Candidate, named, weights_and_bia
 from fastlinear.rewrite.match.links import Run
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
-from fastlinear.rewrite.swap.forwards import call_mlp
+from fastlinear.rewrite.swap import forwards
 from fastlinear.rewrite.swap.sequential_forward import Segment
 
 _Layers = Callable[[Tensor, Mapping[str, Candidate]], Tensor]
@@ -146,7 +146,7 @@ def _fusion(
         calls=calls,
         problems=tuple(problem(k.x) for k in calls.kinds),
         layers=layers,
-        after=lambda x: call_mlp(x, *weights_and_biases(members), *names, backend),
+        after=lambda x: forwards.call_mlp(x, *weights_and_biases(members), *names, backend),
         exact=exact,
         final_activation=run.final_activation,
         backend=backend,

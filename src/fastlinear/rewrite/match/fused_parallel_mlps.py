@@ -41,8 +41,7 @@ def fused_parallel_mlps(
 ) -> Fusion:
     """Parallel MLPs as one call a layer.
 
-    Its input is the value that all parallel MLPs read, or theirs in one tensor: (T, ..., K), of
-        unequal
+    Its input is the value that all of them read, or theirs in one tensor: (T, ..., K), of unequal
     sizes (..., K_0 + K_1 + …).
 
     Args:
