@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,9 +17,6 @@ from fastlinear.rewrite.match.links import Edit, Run
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.swap import forwards
 from fastlinear.rewrite.swap.sequential_forward import Segment
-
-if TYPE_CHECKING:
-    from fastlinear.rewrite.match.candidate import Candidate
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class Fusion:
     Attributes:
         rule: the rule that found it, or the family that computes it; also the finding's code.
         fqn, module: the module whose forward makes the call; the name is the finding's.
-        members: the linears, or the module itself where it is none, as they are by themselves.
+        members: the linears as candidates, or the module itself where it is none.
         names: theirs in the model; without members the modules that the call computes.
         calls: the inputs that were seen.
         problems: the forward Problem of each kind of call, the most frequent first.
@@ -124,7 +121,7 @@ class Fusion:
     problems: tuple[Problem, ...]
     layers: Callable[[Tensor, Mapping[str, Any]], Results] = field(repr=False)
     after: Callable[[Tensor], Results] = field(repr=False)
-    members: tuple[Candidate, ...] = field(default=(), repr=False)
+    members: tuple[Any, ...] = field(default=(), repr=False)
     names: tuple[str, ...] = ()
     decided: tuple[Problem, ...] | None = field(default=None, repr=False)
     served: dict[str, str] | None = None
