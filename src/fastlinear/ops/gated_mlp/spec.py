@@ -95,6 +95,8 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
     x, weights, _, _, activation, order, level, _ = arguments
     own = _own(activation, order)
     if not has_kernels(x, weights):
+        if arguments[-1] is not None and x.device.type in ("cpu", "cuda"):
+            choices(SPEC, arguments, grad)  # one that cannot serve is refused of empty tensors too
         return Resolved(own, own, by_torch=True)
     chosen = choices(SPEC, arguments, grad)
     if grad:
