@@ -23,7 +23,10 @@ _WORKER = """
 import json, sys, time
 import torch
 import fastlinear as fl
-from fastlinear.ops.common import fastpath, fastpath_node
+try:
+    from fastlinear.ops.common import fastpath, fastpath_node
+except ImportError:  # their names in 0.1.0
+    from fastlinear.ops.common import door as fastpath, door_node as fastpath_node
 
 device, rounds = sys.argv[1], int(sys.argv[2])
 torch.manual_seed(0)
