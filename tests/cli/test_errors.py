@@ -164,6 +164,8 @@ def test_calls_that_do_not_fit(
 @pytest.mark.parametrize(
     "sizes",
     [
+        ("linear_act", "--k", str(2**63)),
+        ("mlp", "--widths", f"{10**20},3"),
         ("--m", "1000000", "--k", "1000000", "--n", "1000000"),
         ("mlp", "--layers", "2", "--width", "1000000000"),
         ("diagonal_linear", "--m", "1000000000", "--width", "1000000000000"),

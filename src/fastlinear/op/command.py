@@ -139,6 +139,6 @@ class Command:
         """What the call's tensors take; none is made."""
         try:
             call = self.arguments(replace(request, device=torch.device("meta")))
-        except RuntimeError:  # more elements than 64 bits count
+        except (RuntimeError, TypeError, OverflowError):  # a size, or all, beyond 64 bits
             return sys.maxsize
         return sum(math.prod(t.shape) * t.itemsize for t in leaves(call) if t is not None)

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,7 +135,7 @@ class _Ops:
         if self._passed_on is not None and wanted[self._passed_on]:
             found[self._passed_on] = dy
         if self._summed is not None and self._needs_sum_alone(wanted):
-            found[self._summed] = dy.reshape(-1, dy.shape[-1]).sum(0)
+            found[self._summed] = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1]).sum(0)
         elif any(_any(need) for i, need in enumerate(wanted) if i != self._passed_on):
             tensors = iter(ctx.saved_tensors)
             operands = _nested(tensors, ctx.lengths)

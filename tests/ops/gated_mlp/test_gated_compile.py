@@ -183,3 +183,11 @@ def test_registered_op_on_empty() -> None:
     y.sum().backward()
     assert x.grad is not None
     assert x.grad.shape == x.shape
+
+
+def test_the_bias_alone_of_no_features() -> None:
+    db = torch.randn(0, requires_grad=True)
+    x, g, u, d = (torch.randn(s) for s in ((3, K), (H, K), (H, K), (0, H)))
+    run = torch.compile(fl.gated_mlp, fullgraph=True, backend="aot_eager")
+    (found,) = torch.autograd.grad(run(x, g, u, d, None, None, db).sum(), db)
+    assert found.shape == (0,)
