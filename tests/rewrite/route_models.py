@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 import fastlinear as fl
 from fastlinear.rewrite import finish, registry, swap
+from fastlinear.rewrite.fusion import Fusion, InForward
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.rules.linear_dropout import dropout
 from fastlinear.rewrite.swap.modules import is_rewritten
@@ -249,30 +250,31 @@ ROUTES: dict[str, Route] = {
     "plain": Route(lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)), {"forwards"}),
     "plain Conv1D": Route(lambda: nn.Sequential(Conv1D(8, 16), nn.LayerNorm(8)), {"forwards"}),
     "pairs in a Sequential": Route(pairs, {"sequential_forward", "call_linear_act"}),
-    "chain in a Sequential": Route(chain, {"sequential_forward", "mlp"}),
+    "chain in a Sequential": Route(chain, {"sequential_forward", "InSequential"}),
     "pair in a forward": Route(Parent, {"guard", "call_fused_linear"}),
-    "chain in a forward": Route(WrittenChain, {"guard", "mlp", "call_fused_chain"}),
+    "chain in a forward": Route(WrittenChain, {"guard", "edit chain", "call_fused_chain"}),
     "chain made by torch.fx": Route(symbolic, {"guard", "mlp"}),
     "chain through a block": Route(Blocks, {"guard", "through blocks", "call_fused_linear"}),
     "written on parameters": Route(Held, {"guard", "call_functional_linear_of", "call_chain_of"}),
     "gate on parameters": Route(HeldGate, {"guard", "call_gate_on"}),
-    "gated module": Route(Gate, {"guard", "gated_mlp"}),
-    "gate in a forward": Route(GateAmid, {"guard", "call_gate"}),
+    "gated module": Route(Gate, {"guard", "gated_mlp", "WholeForward"}),
+    "gate in a forward": Route(GateAmid, {"guard", "edit gate", "call_gate"}),
     "halves in a forward": Route(HalvesAmid, {"guard", "call_gate"}),
     "halves of one rank": Route(HalvesAt1, {"guard", "call_gate_of"}),
-    "row": Route(Row, {"guard", "call_row"}),
+    "row": Route(Row, {"guard", "edit row", "call_row"}),
     "parts": Route(Parts, {"guard", "call_parts"}),
     "loop": Route(Loop, {"guard", "grouped_linear"}),
-    "towers": Route(Towers, {"guard", "call_parallel_mlps"}),
+    "towers": Route(Towers, {"guard", "edit parallel_mlps", "call_parallel_mlps"}),
     "list": Route(Heads, {"guard", "unequal_linear", "call_list"}),
     "stacked weights": Route(stacked, {"guard", "grouped_linear"}),
     "grouped convolution": Route(Convolution, {"grouped_forward", "grouped_linear"}),
     "graphs": Route(alone, {"graph_forward"}, {"families": (), "graphs": True}),
     "compiled": Route(alone, {"compiled_forward"}, {"families": (), "compile": True}),
 }
-UNSERVED = set() if dropout.reason_not() is None else {"linear_dropout"}  # of this processor
+# by this processor
+UNSERVED = set() if dropout.reason_not() is None else {"linear_dropout", "edit steps_after"}
 if not UNSERVED:
-    trained = Route(Dropped, {"guard", "linear_dropout"}, {"mode": "train"})
+    trained = Route(Dropped, {"guard", "linear_dropout", "edit steps_after"}, {"mode": "train"})
     ROUTES["linear and dropout"] = trained
 X = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
 
@@ -305,6 +307,7 @@ def optimized(model: nn.Module, name: str) -> tuple[Any, frozenset[str]]:
     def swaps_of(candidates: Any) -> Any:
         kept = [c.chain for c in candidates if c.chain is not None]
         kinds.update(c.rule for c in kept)
+        kinds.update(way(c) for c in kept)
         kinds.update("through blocks" for c in kept if c.blocks)
         return real(candidates)
 
@@ -340,13 +343,33 @@ def exercised(route: Rewritten) -> set[str]:
     return found | made | wrapped | route.kinds
 
 
+def way(fusion: Fusion) -> str:
+    """How a fusion is put in place: its edit, or what makes the forward."""
+    how = fusion.forward
+    if isinstance(how, InForward):
+        return f"edit {how.edit.__qualname__.partition('.')[0]}"  # type: ignore[attr-defined]
+    return type(how).__name__
+
+
+def ways() -> Iterator[str]:
+    """All that there are, but for the edit of pairs, which are no fusions."""
+    for name, made in vars(edits).items():
+        own = getattr(made, "__module__", "") == edits.__name__ and not name.startswith("_")
+        if own and name != "linear":
+            yield f"edit {name}"
+    for kind in get_args(get_type_hints(Fusion)["forward"]):
+        if kind not in (InForward, type(None)):
+            yield kind.__name__
+
+
 def discovered() -> set[str]:
     """All there is to exercise: the files that make forwards, the rules, and what forwards built of
     traces call."""
     return {
         *(rule.name for rule in registry.RULES if rule.rewrites and rule.name not in UNSERVED),
         *makers(),
-        *("mlp", "gated_mlp", "grouped_linear", "unequal_linear", "through blocks"),
+        "through blocks",
+        *(set(ways()) - UNSERVED),
         *(name for name in vars(edits) if name.startswith("call_")),
     }
 

@@ -19,7 +19,7 @@ from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.timing import Samples
 from fastlinear.rewrite.evaluate import chains, site
 from fastlinear.rewrite.evaluate.swaps import swaps_of
-from fastlinear.rewrite.fusion import Forward, Fusion
+from fastlinear.rewrite.fusion import Fusion, InForward
 from fastlinear.rewrite.swap import forwards
 from fastlinear.rewrite.swap.modules import SwapSet
 
@@ -188,7 +188,7 @@ def prepared(model: nn.Module, mode: str = "inference") -> tuple[Any, list[Any]]
 
 def through_blocks(model: nn.Module, mode: str = "inference") -> list[Any]:
     """The chains through blocks, with what else there is of these forwards."""
-    found = [c for c in prepared(model, mode)[1] if isinstance(c.forward, Forward)]
+    found = [c for c in prepared(model, mode)[1] if isinstance(c.forward, InForward)]
     where = {c.fqn for c in found if c.blocks}
     return [c for c in found if c.fqn in where]
 

@@ -18,7 +18,7 @@ from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.timing import Samples
 from fastlinear.rewrite.evaluate import chains, site
 from fastlinear.rewrite.evaluate.swaps import swaps_of
-from fastlinear.rewrite.fusion import Forward, Fusion
+from fastlinear.rewrite.fusion import Fusion, InForward
 from fastlinear.rewrite.swap import forwards
 from fastlinear.rewrite.swap.modules import SwapSet
 
@@ -168,7 +168,7 @@ def rewritten(model: nn.Module, found: list[Any]) -> SwapSet:
 @pytest.mark.parametrize("kind", FORWARDS)
 def test_what_counts_as_a_chain(kind: type[Parts]) -> None:
     found = matched(kind().eval())
-    assert all(isinstance(c.forward, Forward) for c in found)
+    assert all(isinstance(c.forward, InForward) for c in found)
     named = ((c.names, c.problems[0].option) for c in found)
     assert [(n, of("activation"), of("final")) for n, of in named] == FORWARDS[kind]
 

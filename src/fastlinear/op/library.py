@@ -36,18 +36,16 @@ class _Op:
 
     Attributes:
         schema: arguments and returns, without the revision.
+        count: how many arguments that are; its functions take these.
         load: imports the family, which registers the functions.
         functions: ``"implementation"``, ``"fake"`` and others by name, once they are registered.
     """
 
     name: str
     schema: str
+    count: int
     load: Callable[[], object]
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
-
-    def given(self, arguments: Sequence[Any]) -> Sequence[Any]:
-        """The arguments that its functions take: all but the revision."""
-        return arguments[: self.schema.count(",", 0, self.schema.index(")")) + 1]
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         if not self.functions:
@@ -146,15 +144,15 @@ def register_eager_op(
 
 
 def _define(name: str, schema: str, load: Callable[[], object]) -> _Op:
-    op = _OPS[name] = _Op(name, schema, load)
     arguments, returns = schema.split(") -> ")
+    op = _OPS[name] = _Op(name, schema, arguments.count(",") + 1, load)
     _LIBRARY.define(f'{name}{arguments}, str revision="") -> {returns}')
 
     def implementation(*args: Any) -> Any:
-        return op["implementation"](*op.given(args))
+        return op["implementation"](*args[: op.count])
 
     def fake(*args: Any) -> Any:
-        return op["fake"](*op.given(args))
+        return op["fake"](*args[: op.count])
 
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, implementation, key)
@@ -168,7 +166,7 @@ def _add_formula(op: _Op) -> None:
         return *found, *[None] * (len(ctx.needs_input_grad) - len(found))  # revision, if given
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        op["setup_context"](ctx, op.given(inputs), output)
+        op["setup_context"](ctx, inputs[: op.count], output)
 
     torch.library.register_autograd(
         f"fastlinear::{op.name}", backward, setup_context=setup_context, lib=_LIBRARY
@@ -180,9 +178,9 @@ def _add_before_autograd(op: _Op) -> None:
 
     def before_autograd(keys: Any, *args: Any) -> Any:
         if not _dispatch_modes() and type(args[0]) in _PLAIN:
-            return op["implementation"](*op.given(args))
+            return op["implementation"](*args[: op.count])
         if torch.is_grad_enabled() and _needs_grad(args):
-            return op["differentiable"](*op.given(args))
+            return op["differentiable"](*args[: op.count])
         with torch._C._AutoDispatchBelowAutograd():
             return registered.redispatch(keys & torch._C._after_autograd_keyset, *args)
 

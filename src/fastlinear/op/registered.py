@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import Choice
 from fastlinear.op import library
-from fastlinear.op.compile import Backends
-from fastlinear.op.spec import Arguments, OpSpec, leaves
+from fastlinear.op.front import choices
+from fastlinear.op.spec import Arguments, OpSpec, kind, leaves
 
 Chosen = tuple[Choice, ...] | None
 """The backend of each piece; None for a call of empty tensors, which PyTorch's own ops compute."""
@@ -81,7 +82,9 @@ def register(spec: OpSpec, traced: Traced) -> None:
 
 class _Ops:
     def __init__(self, spec: OpSpec, traced: Traced) -> None:
-        self._spec, self._traced, self._backends = spec, traced, Backends(spec)
+        self._spec, self._traced = spec, traced
+        self._known: dict[Any, tuple[Choice, ...]] = {}
+        cache.on_change(self._known.clear)
         schema = getattr(torch.ops.fastlinear, spec.name).default._schema
         names = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
         self._count = len(names)
@@ -189,11 +192,16 @@ class _Ops:
         return (*nested, *held, backend or None)
 
     def _chosen(self, call: Arguments, grad: bool) -> Chosen:
-        """A forced backend that cannot serve is refused of empty tensors too."""
+        """Once a kind of call; what is forced and cannot serve is refused of empty tensors too."""
         empty = not all(t.numel() for t in leaves(call) if t is not None)
         if empty and call[-1] is None:
             return None
-        found = self._backends.choices(call, grad)
+        key = (*kind(call), grad)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= self._spec.most_plans:
+                self._known.clear()
+            found = self._known[key] = choices(self._spec, call, grad)
         return None if empty else found
 
 

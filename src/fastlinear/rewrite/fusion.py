@@ -20,7 +20,7 @@ from fastlinear.rewrite.swap.sequential_forward import Segment
 
 
 @dataclass(frozen=True)
-class Forward:
+class InForward:
     """How the forward of a module makes the call.
 
     Attributes:
@@ -35,7 +35,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeForward:
     """How a module makes the call in place of all of its forward.
 
     Attributes:
@@ -129,7 +129,7 @@ class Fusion:
     original: Callable[[Tensor], Results] | None = field(default=None, repr=False)
     exact: Callable[[Tensor, dict[str, Tensor]], Results] | None = field(default=None, repr=False)
     report: Report | None = field(default=None, repr=False)
-    forward: Forward | Whole | InSequential | None = field(default=None, repr=False)
+    forward: InForward | WholeForward | InSequential | None = field(default=None, repr=False)
     route: str = "chain"
     blocks: tuple[str, ...] = ()
     activation: str | None = None

@@ -5,8 +5,6 @@ The compiled fast path replays such a list, and rules of ``optimize_`` compare c
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,21 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from fastlinear.core.fork_lock import ForkLock
 from fastlinear.ops.common.activations import ACTIVATIONS, activation
 
 _FREE = frozenset({"aten::detach", "aten::alias", "aten::view"})  # no pass over memory
 # Held while a mode is on. PyTorch's flag that one is on belongs to the process: of two threads that
 # enter and leave in turns, the last to leave would leave it set.
-_recording = threading.RLock()
-
-
-def _after_fork() -> None:
-    global _recording
-    _recording = threading.RLock()  # the old one may be held by a thread of the parent
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_recording = ForkLock()
 
 
 @dataclass(frozen=True)

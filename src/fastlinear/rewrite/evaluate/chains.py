@@ -23,7 +23,7 @@ from fastlinear.rewrite.evaluate.out_of_memory import code_of
 from fastlinear.rewrite.evaluate.parents import offers
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.fused_parallel_mlps import UNEQUAL
+from fastlinear.rewrite.match.fused_lists import UNEQUAL
 from fastlinear.rewrite.rules import mlp
 from fastlinear.rewrite.rules.grouped_chains import OWN
 from fastlinear.rewrite.verify.finite import NOT_FINITE

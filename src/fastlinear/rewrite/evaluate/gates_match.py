@@ -12,7 +12,7 @@ from fastlinear.ops.gated_mlp.problem import NAME
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.evaluate.parents import traced
-from fastlinear.rewrite.fusion import Forward, Fusion
+from fastlinear.rewrite.fusion import Fusion, InForward
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.eligible import Refusal
@@ -193,7 +193,7 @@ def _chain(
         return f"an activation follows its linear {names[-1]!r}"  # that pair is one call already
     if not (one_pass(members) and all_different(members)):
         return "one of its linears is there twice, or is called by others as well"
-    call = Forward(part.fusable, edits.gate(gate, backend))
+    call = InForward(part.fusable, edits.gate(gate, backend))
     given = part.fqn, part.parent, members, gate.gated, call
     return fused_gate(*given, backend=backend, opened=gate.opened)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fastlinear.rewrite.fusion import Forward, Fusion, InSequential, Whole
+from fastlinear.rewrite.fusion import Fusion, InForward, InSequential, WholeForward
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.sites import inside
@@ -30,7 +30,7 @@ def swaps_of(candidates: Iterable[Candidate]) -> list[Swap]:
             parents.setdefault(chain.fqn, []).extend(parents.pop(block, ()))
     rest = []
     for chain in chains.values():
-        if isinstance(chain.forward, Whole):
+        if isinstance(chain.forward, WholeForward):
             found.append(Swap(chain.fqn, chain.module, chain.forward.make()))
         else:
             rest.append(chain)
@@ -61,7 +61,7 @@ def _sequential_swap(fqn: str, pairs: list[Candidate], chains: Sequence[Fusion])
 def _parent_swap(fqn: str, pairs: list[Candidate], chains: Sequence[Fusion]) -> Swap:
     """One forward for all that is fused in it: of the trace that goes through blocks, where a
     chain does."""
-    calls = [c.forward for c in chains if isinstance(c.forward, Forward)]
+    calls = [c.forward for c in chains if isinstance(c.forward, InForward)]
     traces = [call.fusable for call in calls]
     traces += [c.pairs for c in pairs if c.pairs is not None]
     fusable = max(traces, key=lambda trace: (len(trace.blocks), len(trace.modules)))

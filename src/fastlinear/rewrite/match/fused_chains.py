@@ -12,7 +12,7 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.problem import NAME
 from fastlinear.ops.mlp.selection import problem_of
-from fastlinear.rewrite.fusion import Forward, Fusion, InSequential
+from fastlinear.rewrite.fusion import Fusion, InForward, InSequential
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.candidate import Candidate, named, weights_and_biases
 from fastlinear.rewrite.match.links import Run
@@ -102,7 +102,7 @@ def in_forward(
             i += 1
         return x
 
-    how = Forward(fusable, edits.chain(run, backend), run.linears)
+    how = InForward(fusable, edits.chain(run, backend), run.linears)
     what = f"its chain of {len(members)} linears"
     if blocks:
         what = f"{what} in {len(blocks)} blocks"

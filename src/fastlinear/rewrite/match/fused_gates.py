@@ -14,7 +14,7 @@ from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.problem import NAME
 from fastlinear.ops.gated_mlp.selection import problem_of
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
-from fastlinear.rewrite.fusion import Forward, Fusion, Whole
+from fastlinear.rewrite.fusion import Fusion, InForward, WholeForward
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.written import Written
 from fastlinear.rewrite.swap.gated_forward import call_gated
@@ -25,7 +25,7 @@ def fused_gate(
     module: nn.Module,
     members: tuple[Candidate, ...],
     gated: Gated,
-    forward: Forward | Whole,
+    forward: InForward | WholeForward,
     *,
     backend: str | None,
     title: str = "",

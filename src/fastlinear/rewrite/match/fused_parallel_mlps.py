@@ -1,8 +1,7 @@
-"""Parallel MLPs that a forward calls side by side, or linears of a list, each layer as one call."""
+"""Parallel MLPs that a forward calls side by side, each layer as one call."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +15,7 @@ from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.ops.grouped_linear.selection import problem_of
 from fastlinear.ops.linear_act import reference
-from fastlinear.rewrite.fusion import Forward, Fusion, InSequential
+from fastlinear.rewrite.fusion import Fusion, InForward, InSequential
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate, weights_and_biases
@@ -25,9 +24,6 @@ from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.swap.grouped_forward import stacked
 from fastlinear.rewrite.swap.parallel_mlps_forward import LISTS, Layers, Way, abreast
 from fastlinear.rewrite.swap.sequential_forward import sequential_forward
-
-UNEQUAL = "unequal_linear"
-SHARED, PARTS, OWN_INPUTS = "one input", "parts of one tensor", "inputs of their own"
 
 
 def fused_parallel_mlps(
@@ -52,7 +48,7 @@ def fused_parallel_mlps(
         fusable: the parent's trace; it builds one forward for all that is fused in it.
         backend: a forced backend of grouped_linear, or None.
     """
-    made = _ParallelMLPs(parent, members, group, way)
+    made = ParallelMLPs(parent, members, group, way)
     calls, lists = made.calls(), way.kind == LISTS
     problems = [made.problems(kind.x, calls) for kind in calls.kinds] if not lists else []
     return Fusion(
@@ -69,59 +65,17 @@ def fused_parallel_mlps(
         original=made.original,
         after=made.after,
         exact=made.exact,
-        forward=Forward(fusable, edits.parallel_mlps(group, way)),
+        forward=InForward(fusable, edits.parallel_mlps(group, way)),
         backend=backend,
         alike=(tuple(mlp.sizes for mlp in group.parallel_mlps), way, group.shared),
         what=f"its {len(group.parallel_mlps)} towers of {len(way.activations)} linears, each layer",
     )
 
 
-def fused_list(
-    fqn: str,
-    parent: nn.Module,
-    members: tuple[Candidate, ...],
-    group: Abreast,
-    way: Way,
-    fusable: Fusable,
-    reads: str,
-    shapes: tuple[tuple[tuple[int, ...], ...], ...],
-) -> Fusion:
-    """Linears of a list, of any sizes, as one call.
-
-    Its input is the value that all linears read; or theirs behind one another (..., K_0 + K_1 + …)
-    where they lie in rows of a larger tensor; or all their numbers in one row.
-
-    Args:
-        fqn, parent, members, group, way, fusable: as of parallel MLPs.
-        reads: what the linears read: ``SHARED``, ``PARTS`` or ``OWN_INPUTS``.
-        shapes: of the inputs of each kind of call.
-    """
-    made = _List(parent, members, group, way, reads, shapes)
-    fused, sizes = way.activations[0], tuple(mlp.sizes for mlp in group.parallel_mlps)
-    return Fusion(
-        rule=UNEQUAL,
-        fqn=fqn,
-        module=parent,
-        members=members,
-        calls=made.calls(),
-        problems=members[0].problems,
-        decided=(),
-        served={"forward": "together"},
-        layers=made.layers,
-        after=made.after,
-        exact=made.exact,
-        forward=Forward(fusable, edits.parallel_mlps(group, way)),
-        activation=None if fused == "none" else fused,
-        alike=(sizes, way, group.shared, shapes, reads, made.activations),
-        reads=reads,
-        what=f"its {len(members)} linears on {reads}",
-        # the same linears may be another call as well
-        title=f"{members[0].fqn!r} to {members[-1].fqn!r} as {UNEQUAL}",
-    )
-
-
 @dataclass(frozen=True)
-class _ParallelMLPs:
+class ParallelMLPs:
+    """Parallel MLPs, and what they and one call of them compute."""
+
     parent: nn.Module
     members: tuple[Candidate, ...]
     group: Abreast
@@ -214,7 +168,7 @@ class _ParallelMLPs:
                 y: Tensor = sequential_forward(segments, mlp)(mlp, x)
                 return y
         for member, name in zip(members, self.way.activations, strict=True):
-            x = _alone(member, x, name, rewritten)
+            x = alone(member, x, name, rewritten)
         return x
 
     def after(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -227,67 +181,12 @@ class _ParallelMLPs:
         for g, part in enumerate(self.inputs(x)):
             y = part
             for i, name in enumerate(self.way.activations):
-                y = _exact(g * depth + i, y, name, parameters)
+                y = exact_of(g * depth + i, y, name, parameters)
             found.append(y)
         return tuple(found)
 
 
-@dataclass(frozen=True)
-class _List(_ParallelMLPs):
-    reads: str
-    shapes: tuple[tuple[tuple[int, ...], ...], ...]
-
-    def calls(self) -> SiteCalls:
-        """How all were called; some may be frozen."""
-        grad = any(c.calls.grad for c in self.members)
-        known = replace(self.members[0].calls, grad=grad)
-        if self.reads == SHARED:
-            return known
-        return replace(known, kinds=self._kinds(self.members))
-
-    @property
-    def activations(self) -> tuple[str, ...]:
-        """Behind each: in the call, or as the forward has it."""
-        fused = self.way.activations[0]
-        return tuple(c.activation if fused == "none" else fused for c in self.members)
-
-    def _joined(self, xs: list[Tensor]) -> Tensor:
-        if self.reads == PARTS:
-            return torch.cat(xs, -1)
-        return torch.cat([x.reshape(-1) for x in xs])
-
-    def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What each linear reads."""
-        if self.reads == SHARED:
-            return (x,) * len(self.members)
-        if self.reads == PARTS:
-            return x.split([mlp.sizes[0][1] for mlp in self.group.parallel_mlps], -1)
-        for shapes in self.shapes:
-            sizes = [math.prod(shape) for shape in shapes]
-            if sum(sizes) == x.numel():
-                pairs = zip(x.split(sizes), shapes, strict=True)
-                return tuple(part.view(shape) for part, shape in pairs)
-        raise AssertionError("an input of another kind of call")
-
-    def layers(self, x: Tensor, rewritten: Mapping[str, Candidate]) -> tuple[Tensor, ...]:
-        """The linears one by one."""
-        named = zip(self.members, self.inputs(x), self.activations, strict=True)
-        return tuple(_alone(c, part, name, rewritten) for c, part, name in named)
-
-    def after(self, x: Tensor) -> tuple[Tensor, ...]:
-        """One call, and the activations that the forward keeps."""
-        ys = super().after(x)
-        if self.way.activations[0] != "none":
-            return ys
-        return tuple(activation_of(n).value(y) for y, n in zip(ys, self.activations, strict=True))
-
-    def exact(self, x: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """The same by differentiable torch ops on other values, for the oracle in float64."""
-        pairs = zip(self.inputs(x), self.activations, strict=True)
-        return tuple(_exact(i, part, name, parameters) for i, (part, name) in enumerate(pairs))
-
-
-def _alone(
+def alone(
     member: Candidate, x: Tensor, activation: str, rewritten: Mapping[str, Candidate]
 ) -> Tensor:
     """A linear and its activation by itself, rewritten or not."""
@@ -299,6 +198,7 @@ def _alone(
     return y if done == activation else activation_of(activation).value(y)
 
 
-def _exact(at: int, x: Tensor, activation: str, parameters: Mapping[str, Tensor]) -> Tensor:
+def exact_of(at: int, x: Tensor, activation: str, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Layer ``at`` and its activation by differentiable ops, with weights by their names."""
     weight, bias = parameters[f"{at}.dW"], parameters.get(f"{at}.db")
     return reference.linear_act(x, weight, bias, activation)

@@ -22,7 +22,7 @@ from fastlinear.ops.gated_mlp.stacking import Biases, Weights, hidden, out_featu
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.fusion import Fusion, Whole
+from fastlinear.rewrite.fusion import Fusion, WholeForward
 from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.match.candidate import Candidate, all_different, named, one_pass
 from fastlinear.rewrite.match.eligible import refuse_linear, refuse_module
@@ -190,7 +190,7 @@ def chains(
         made.append(
             fused_gate(
                 *(site.fqn, site.module, members, site.gated),
-                Whole(partial(gated_forward, *given)),
+                WholeForward(partial(gated_forward, *given)),
                 backend=backend,
                 title=named(site.fqn),
                 original=partial(type(site.module).forward, site.module),

@@ -16,7 +16,7 @@ from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.fused_parallel_mlps import OWN_INPUTS, PARTS, SHARED, fused_list
+from fastlinear.rewrite.match.fused_lists import OWN_INPUTS, PARTS, SHARED, fused_list
 from fastlinear.rewrite.match.lists import LISTS
 from fastlinear.rewrite.match.parallel_mlps import Abreast, ParallelMLP, parallel_mlp_of
 from fastlinear.rewrite.match.parent import Fusable

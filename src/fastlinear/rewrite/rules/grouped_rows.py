@@ -16,10 +16,9 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.ops.grouped_linear.selection import problem_of as grouped_problem
-from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.op import problem_of
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.fusion import Forward, Fusion
+from fastlinear.rewrite.fusion import Fusion, InForward
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import (
@@ -29,7 +28,8 @@ from fastlinear.rewrite.match.candidate import (
     weights_and_biases,
 )
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.fused_parallel_mlps import PARTS, SHARED, UNEQUAL
+from fastlinear.rewrite.match.fused_lists import PARTS, SHARED, UNEQUAL
+from fastlinear.rewrite.match.fused_parallel_mlps import exact_of
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.grouped import Row
@@ -75,7 +75,7 @@ def rows_of(
             return "one of its linears is left alone, or autocast casts each of them"
         if one_pass(members) and all_different(members):
             made = _Loop(members) if loop else _Row(members)
-            found.append(_fusion(row.fqn, parent, made, Forward(traced, edits.row(names))))
+            found.append(_fusion(row.fqn, parent, made, InForward(traced, edits.row(names))))
     return found or "its code reads their input in more than one way, or writes to it between them"
 
 
@@ -142,7 +142,7 @@ class _Loop(_Row):
         return side_by_side(x, *self.held())
 
 
-def _fusion(fqn: str, parent: nn.Module, row: _Row, forward: Forward) -> Fusion:
+def _fusion(fqn: str, parent: nn.Module, row: _Row, forward: InForward) -> Fusion:
     members, calls = row.members, row.calls()
     names = tuple(c.fqn for c in members)
 
@@ -167,11 +167,9 @@ def _fusion(fqn: str, parent: nn.Module, row: _Row, forward: Forward) -> Fusion:
         return tuple(activation_of(c.activation).value(y) for y, c in pairs)
 
     def exact(x: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        pairs = zip(members, row.inputs(x), strict=True)
         return tuple(
-            reference.linear_act(
-                part, parameters[f"{i}.dW"], parameters.get(f"{i}.db"), c.activation
-            )
-            for i, (c, part) in enumerate(zip(members, row.inputs(x), strict=True))
+            exact_of(i, part, c.activation, parameters) for i, (c, part) in enumerate(pairs)
         )
 
     return Fusion(

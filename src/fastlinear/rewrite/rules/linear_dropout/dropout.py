@@ -9,8 +9,6 @@ generator's state after it.
 from __future__ import annotations
 
 import ctypes
-import os
-import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.fork_lock import ForkLock
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import forward_mode, recorded, transforms_active
@@ -36,16 +35,7 @@ SOURCE = Path(__file__).with_name("dropout.cpp")
 _STATE_BYTES = 5056  # of the generator whose state dropout.cpp reads
 _LEAST = 2048  # elements from which on it is faster than PyTorch's own
 _FUNCTION, _FORWARD = F.dropout, nn.Dropout.forward
-_lock = threading.Lock()  # between reading the generator's state and writing it
-
-
-def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()  # the old one may be held by a thread of the parent
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_lock = ForkLock()  # between reading the generator's state and writing it
 
 
 def call_linear_dropout_of(

@@ -17,7 +17,7 @@ from torch.fx import Node
 from fastlinear.core.global_names import own_codes
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.profile.effects import class_forward, functions_of
-from fastlinear.rewrite.fusion import Forward, Fusion, Report
+from fastlinear.rewrite.fusion import Fusion, InForward, Report
 from fastlinear.rewrite.match.candidate import Candidate, problems_of
 from fastlinear.rewrite.match.edits import steps_after
 from fastlinear.rewrite.match.links import Links
@@ -144,7 +144,7 @@ def _fusion(
         after=after,
         exact=exact,
         report=_report(c.fqn, then, rate),
-        forward=Forward(
+        forward=InForward(
             trace,
             steps_after(
                 name, len(steps.nodes), call_linear_dropout_of(path, activation, rate, c.backend)
