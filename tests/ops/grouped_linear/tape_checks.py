@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common import fastpath, fastpath_node
-from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.common import fastpath, fastpath_node, recorded
 from fastlinear.ops.grouped_linear import tape
 from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear
+from fastlinear.ops.grouped_linear.spec import _inference as inference_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = ("... (g k)", "... g k", "g ... k", "b (g k) ...", "b g k ...")
@@ -127,16 +127,21 @@ def compare_inference(backend: str, activation: str, layout: str, given: Sequenc
     table = fastpath.table("grouped_linear.test")
     assert table is not None
     table.clear()
-    run = formula_of(backend, "eager", activation, layout).run
+    forward = inference_plan(
+        formula_of(backend, "eager", activation, layout).run, activation, layout
+    )
+    python = True
+
+    def run(*given: Any) -> Tensor:
+        assert python, "in Python"
+        return forward(*given)
+
     with torch.no_grad():
-        (x, weight, bias), (groups, _, k) = given, given[1].shape
-        order = layouts.order_of(layout, x.shape)
-        blocks = layouts.blocks(x, layout, groups, k)
-        y = run(blocks, weight, bias, activation, False, order)[0]
-        expected = layouts.unblocked(y, layout, x.shape)
-        plan = tape.inference(backend, activation, layout, fails, *given)
+        expected = run(*given)
+        plan = recorded.inference(run, given)
         assert plan is not None
         assert table.admit(*given, "a", plan)
+        python = False
         same([table.call(*given, "a")], [expected])
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import hopper
+from fastlinear.ops.common.prepared import Plans
 from fastlinear.ops.grouped_linear import (
     group_map,
     one_launch,
@@ -216,7 +217,7 @@ def _stood_in(_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
     stand(strips_backward, "StripsBackward", partial(backward_kernels, wide=False))
     stand(wide_backward, "WideBackward", partial(backward_kernels, wide=True))
     for module in (one_launch, one_pass):
-        monkeypatch.setattr(module, "_plans", {})
+        monkeypatch.setattr(module, "_plans", Plans())
     for module in (strips, resident, strips_backward, wide_backward):
         monkeypatch.setattr(module, "device_facts", lambda _: SimpleNamespace(units=5))
         loader = "_kernel" if module in (strips, resident) else "_kernels"

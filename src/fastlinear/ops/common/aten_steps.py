@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """No other mode is on in this thread, and no other thread records."""
     with _recording, _disable_current_modes(), torch.inference_mode(False):
         yield
@@ -123,7 +123,7 @@ def bound(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ..
 def composed(function: Callable[..., Tensor], count: int) -> tuple[tuple[Call, ...], int]:
     """The ATen calls of a function of ``count`` tensors, each with one result, and the result's
     number: numbers from ``count`` on are the results of the calls in order."""
-    with _alone(), torch.no_grad():
+    with alone(), torch.no_grad():
         given = [torch.zeros(2, device="cpu", dtype=torch.float32) for _ in range(count)]
         with torch.autocast("cpu", enabled=False), Recorder(*given) as recorder:
             result = recorder.number(function(*given))
@@ -187,7 +187,7 @@ def _differentiated(name: str) -> tuple[int, int, frozenset[str]]:
         saved.append(t)
         return t
 
-    with _alone(), torch.enable_grad():
+    with alone(), torch.enable_grad():
         pre = torch.zeros(2, device="cpu", dtype=torch.float32, requires_grad=True)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         with torch.autocast("cpu", enabled=False):

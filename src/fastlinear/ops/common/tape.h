@@ -51,10 +51,11 @@ inline at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& w, const
 
 // What a step may be: (its name, the number of its result, numbers of tensors and of else...).
 //   empty   out, (sizes), a tensor of its dtype     view    out, in, (sizes)
-//   strided out, in, (sizes, then strides)          dense   out, in: a copy unless in is
+//   strided out, in, (sizes, then strides, then how many elements behind in's first or nothing)
+//   dense   out, in: a copy unless in is
 //   kernel  a kernel's tuple                        linear  out, x, weight, bias or -1
 //   aten    out, the op's name, its overload, (arguments of its schema...): a tensor's number or a
-//           (constant,)
+//           (constant,), a tuple of integers among them
 //   mm      out, a, a transposed, b, b transposed   sum     out, a, (dimensions)
 //   addmm   in and out, a, b: in += a b             copy    in and out, a: broadcast
 //   bmm     out, a, b                               bmminto in and out, a, b: in = a b
@@ -289,10 +290,11 @@ class Tape {
     reach(step.n[0] = integer(spec, 1));
   }
 
-  // A number, a text or nothing, as an argument of that type takes it.
+  // A number, numbers, a text or nothing, as an argument of that type takes it.
   static c10::IValue constant(PyObject* value, const c10::Type& type) {
     if (value == nullptr || PyErr_Occurred()) throw PythonError();
     if (value == Py_None) return {};
+    if (PyTuple_Check(value)) return integers(value);
     if (PyBool_Check(value)) return value == Py_True;
     if (PyUnicode_Check(value)) return std::string(PyUnicode_AsUTF8(value));
     const bool whole = PyLong_Check(value) && type.kind() != c10::TypeKind::FloatType;
@@ -414,9 +416,10 @@ class Tape {
         r[n[0]] = r[n[1]].sum(c10::IntArrayRef(s.sizes));
         return true;
       case Step::kStrided: {
-        const c10::IntArrayRef both(s.sizes);
-        const size_t dims = both.size() / 2;
-        r[n[0]] = r[n[1]].as_strided(both.slice(0, dims), both.slice(dims));
+        const c10::IntArrayRef all(s.sizes);
+        const size_t dims = all.size() / 2;
+        const auto first = r[n[1]].storage_offset() + (all.size() % 2 != 0 ? all.back() : 0);
+        r[n[0]] = r[n[1]].as_strided(all.slice(0, dims), all.slice(dims, dims), first);
         return true;
       }
       case Step::kDense:

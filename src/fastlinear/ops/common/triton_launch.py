@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,16 +19,23 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastlinear.ops.common import fastpath
+from fastlinear.ops.common import fastpath, recorder
 from fastlinear.ops.common.cuda_driver import TensorMap, loading_allowed
 from fastlinear.ops.common.fastpath_launch import FastpathLaunch, launch_of
 
 # The compiled kernel's own launcher has no stable interface: others go the official way.
 _DIRECT = triton.__version__.startswith("3.6.")
-Place = int | None | tuple[int | None, ...]  # of an argument among a call's tensors
+Place = Any  # of an argument among a call's tensors: a number, a Spot, None, or a tuple of those
 _L2_PROMOTION_128B = 2  # as Triton's launcher asks for
 _INTEGERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
 _current_device = torch.cuda.current_device
+
+
+class Spot(NamedTuple):
+    """Memory among a call's tensors: a number, and bytes behind its first element."""
+
+    number: int
+    offset: int
 
 
 class Launch:
@@ -78,7 +86,11 @@ class Launch:
         return bool(self._blocks)
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
-        """Launch on the current stream of the tensors' device."""
+        """Launch on the current stream of the tensors' device, or record the launch."""
+        recording = recorder.active()
+        if recording is not None:
+            recording.launch(self._recorded(recording, tensors), anywhere=False)
+            return
         if self._fastpath is not None and self._fastpath(*tensors):
             return
         device = self._device
@@ -87,6 +99,17 @@ class Launch:
                 self._launch(tensors)
         else:
             self._launch(tensors)
+
+    def _recorded(
+        self, recording: recorder.Recording, tensors: tuple[Any, ...]
+    ) -> FastpathLaunch | None:
+        def place(t: Any) -> Any:
+            if isinstance(t, tuple):
+                return tuple(map(place, t))
+            return None if t is None else Spot(*recording.memory(t))
+
+        described = {i: t for i, t in enumerate(tensors) if i in self._blocks and t is not None}
+        return self.in_fastpath(tuple(map(place, tensors)), described)
 
     def _launch(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
         compiled = self._compiled
@@ -179,17 +202,19 @@ class Launch:
         arguments += [ctypes.c_void_p(0), ctypes.c_void_p(0)]  # no scratch memory
         warps, _, shared = compiled.packed_metadata
         hooks = knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
-        return launch_of(
+        spots = [v if isinstance(v, Spot) else Spot(v, 0) for _, v in addresses]
+        found = launch_of(
             compiled.function,
             self._grid,
             32 * warps,
             shared,
             arguments,
-            addresses,
+            [(a, v.number) for (a, _), v in zip(addresses, spots, strict=True)],
             (15,) * 3,
             hooks,
             compiled,
         )
+        return replace(found, offsets=tuple(v.offset for v in spots))
 
 
 def _leaves(kinds: tuple[Any, ...], values: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:

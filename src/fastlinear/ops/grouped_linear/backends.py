@@ -79,9 +79,9 @@ _WIDE_BACKWARD_SOURCES = (
     *_BOXES_SHARED,
 )
 _PIECES_SOURCES = (
-    *("autograd.py", "tape.py", "operands.py", "eager.py"),
+    *("autograd.py", "tape.py"),
     *("reference.py", "torch_backends.py", "triton_backward.py"),
-    *(f"../common/{name}" for name in ("fastpath_node.h", "tape.h", "fastpath_launch.py")),
+    *(f"../common/{name}" for name in ("fastpath_node.h", "tape.h", "recorder.py", "prepared.py")),
     *("triton_wide.py", "triton_wide_kernels.py", *_STRIPS_SOURCES, *_STRIPS_BACKWARD_SOURCES),
     *_RESIDENT_SOURCES,
     *_WIDE_BACKWARD_SOURCES,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastlinear.core.device import cpu_flags
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common import cpp_build, recorder
 from fastlinear.ops.common.activations import CODES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
@@ -76,7 +76,7 @@ def forward(
     pre = layouts.empty(y.shape, order, x, x.dtype) if save_pre else None
     bias = None if bias is None else bias.contiguous()
     call = described(x, weight, activation, y)
-    _library().fastlinear_grouped_forward(call, *map(_memory, (x, weight, bias, y, pre)))
+    recorder.run(_library().fastlinear_grouped_forward, call, x, weight, bias, y, pre)
     return y, pre
 
 
@@ -102,7 +102,7 @@ def backward(
     if activation_of(activation).saved == "none":
         saved = None
     call = described(x, weight, activation, dy, saved, dx)
-    _library().fastlinear_grouped_backward(call, *map(_memory, (dy, saved, x, weight, dx, dw, db)))
+    recorder.run(_library().fastlinear_grouped_backward, call, dy, saved, x, weight, dx, dw, db)
     return dx, dw, db
 
 
@@ -134,20 +134,6 @@ def serves(dtype: torch.dtype) -> bool:
         UnsupportedError: the library cannot be compiled or loaded.
     """
     return dtype is torch.float32 or bool(_library().fastlinear_grouped_half())
-
-
-def forward_address() -> int:
-    """Address of ``fastlinear_grouped_forward``, for the fast path's tapes."""
-    return cpp_build.address(_library().fastlinear_grouped_forward)
-
-
-def backward_address() -> int:
-    """Address of ``fastlinear_grouped_backward``, for the fast path's tapes."""
-    return cpp_build.address(_library().fastlinear_grouped_backward)
-
-
-def _memory(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
 
 
 def has_wide_vectors() -> bool:

@@ -7,7 +7,6 @@ shares, which a second launch adds up in order, or as they are where there is on
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -15,16 +14,14 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.fastpath_launch import prepared
+from fastlinear.ops.common.prepared import Plans, Prepared
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear.operands import Backward, Numbers
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 
 TENSORS = ("dy", "saved", "x", "dx", "weight", "dw", "db")
 """Of a pass; dw and db are those of the shares where there are several. What was saved may be
 signs in place of numbers."""
 _SUMS_THREADS = 256
-_MAX_PLANS = 1024
 
 
 class OnePass:
@@ -41,10 +38,8 @@ class OnePass:
     def __init__(self, device: int) -> None:
         self._device = device
         driver.make_current(device)
-        self._lock = threading.Lock()
         self._shares: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
-        self._sums: driver.Launch | None = None
-        self._results = [ctypes.c_void_p(0) for _ in range(4)]
+        self._sums: Prepared | None = None
 
     def _prepare_pass(
         self,
@@ -58,13 +53,11 @@ class OnePass:
     ) -> None:
         """The pass takes ``maps``, addresses and ``numbers``."""
         pointers = [ctypes.c_void_p(0) for _ in self.POINTERS]
-        places = zip(maps, map(TENSORS.index, self.MAPS), strict=True)
-        self._maps = [(m, i) for m, i in places if not isinstance(m, driver.NoTensorMap)]
-        self._pointers = list(zip(pointers, map(TENSORS.index, self.POINTERS), strict=True))
         values = [ctypes.c_int(number) for number in numbers]
-        arguments: list[driver.Argument] = [*maps, *pointers, *values]
-        self._launch = launch(kernel, threads, cluster, arguments)
-        self._launch.set_grid(blocks)
+        made = launch(kernel, threads, cluster, [*maps, *pointers, *values])
+        made.set_grid(blocks)
+        which = map(TENSORS.index, (*self.MAPS, *self.POINTERS))
+        self._pass = Prepared(made, self._device, list(zip((*maps, *pointers), which, strict=True)))
 
     def _prepare_sums(
         self,
@@ -94,8 +87,10 @@ class OnePass:
         )
         dw_blocks, db_blocks = (-(-count // _SUMS_THREADS) for count in threads)
         values = [ctypes.c_int(number) for number in (*numbers, dw_blocks)]
-        self._sums = launch(kernel, _SUMS_THREADS, 1, [*self._results, *values])
-        self._sums.set_grid(dw_blocks + db_blocks)
+        results = [ctypes.c_void_p(0) for _ in range(4)]
+        made = launch(kernel, _SUMS_THREADS, 1, [*results, *values])
+        made.set_grid(dw_blocks + db_blocks)
+        self._sums = Prepared(made, self._device, [(r, i) for i, r in enumerate(results)])
 
     def __call__(
         self,
@@ -108,51 +103,16 @@ class OnePass:
         db: Tensor | None,
     ) -> None:
         """Launch on the current stream; dx, dw and db are dense, None where not wanted."""
-        if self._device != torch._C._cuda_getDevice():
-            with torch.cuda.device(self._device):
-                self(dy, saved, x, weight, dx, dw, db)
-            return
         parts = [
             result if shape is None else torch.empty(shape, dtype=torch.float32, device=x.device)
             for shape, result in zip(self._shares, (dw, db), strict=True)
         ]
-        tensors = (dy, saved, x, dx, weight, *parts)
-        with self._lock:
-            stream = torch._C._cuda_getCurrentRawStream(self._device)
-            for map_, which in self._maps:
-                tensor = tensors[which]
-                if tensor is not None:
-                    map_.point_at(tensor.data_ptr())
-            for pointer, which in self._pointers:
-                pointer.value = _address(tensors[which])
-            self._launch.run(stream)
-            if self._sums is not None:
-                for pointer, tensor in zip(self._results, (*parts, dw, db), strict=True):
-                    pointer.value = _address(tensor)
-                self._sums.run(stream)
-
-    def steps(self, call: Backward) -> Numbers:
-        """Add a call to its tape; the launches are that tape's from then on."""
-        (dy, saved, x, weight), (dx, dw, db) = call.numbers, call.results()
-        parts = [
-            result if shape is None else call.tape.empty(shape, torch.float32, x)
-            for shape, result in zip(self._shares, (dw, db), strict=True)
-        ]
-        tensors = (dy, saved, x, dx, weight, *parts)
-        maps = [(map_, tensors[which]) for map_, which in self._maps]
-        pointers = [(pointer, tensors[which]) for pointer, which in self._pointers]
-        call.tape.launch(prepared(self._launch, [*maps, *pointers], self))
+        self._pass(dy, saved, x, dx, weight, *parts)
         if self._sums is not None:
-            sums = zip(self._results, (*parts, dw, db), strict=True)
-            call.tape.launch(prepared(self._sums, list(sums), self))
-        return dx, dw, db
+            self._sums(*parts, dw, db)
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-_plans: dict[Any, OnePass] = {}
+_plans: Plans[OnePass] = Plans()
 
 
 def gradients(
@@ -174,11 +134,7 @@ def gradients(
     rows = [None if t is None else t.stride() for t in (dy, saved, x)]
     of_saved = None if saved is None else saved.dtype
     key = (make, x.shape, *rows, of_saved, n, x.dtype, x.device, activation, needs, order, *how)
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = make(dy, saved, x, weight, activation, needs, order, *how)
+    plan = _plans.of(key, lambda: make(dy, saved, x, weight, activation, needs, order, *how))
     dx = layouts.empty(x.shape, order, x, x.dtype) if needs[0] else None
     dw = torch.empty((groups, n, k), dtype=x.dtype, device=x.device) if needs[1] else None
     db = torch.empty((groups, n), dtype=x.dtype, device=x.device) if needs[2] else None

@@ -29,7 +29,6 @@ from fastlinear.ops.grouped_linear.group_map import (
     weight_boxes,
 )
 from fastlinear.ops.grouped_linear.one_launch import OneLaunch, results
-from fastlinear.ops.grouped_linear.operands import Forward
 from fastlinear.ops.grouped_linear.resident_config import (
     ResidentConfig,
     blocks_of,
@@ -162,23 +161,6 @@ def forward(
         assert config is not None
     make = Resident if sign_mask is None else ResidentWithSignMask
     return results(make, x, weight, bias, activation, save_pre, order, config, sign_mask)
-
-
-def forward_steps(call: Forward) -> tuple[int, int | None] | None:
-    """``forward`` as steps of a tape: the numbers of y and the pre-activation or signs.
-
-    None where it is more than its launch.
-    """
-    x, weight, bias = call.tensors
-    if not serves(x, weight, bias, call.order):
-        from fastlinear.ops.grouped_linear import triton
-
-        return None if call.sign_mask is not None else triton.forward_steps(call)
-    config = resident_config(weight.shape[2], weight.shape[1])
-    assert config is not None
-    how = call.activation, call.save_pre, call.order, config
-    make = Resident if call.sign_mask is None else ResidentWithSignMask
-    return make(x, weight, bias, *how).steps(call)
 
 
 class Resident(OneLaunch):

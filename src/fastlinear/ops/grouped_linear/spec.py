@@ -19,7 +19,7 @@ from fastlinear.op.front import Front, choices
 from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
 from fastlinear.op.step import Step
 from fastlinear.ops import linear_act as single
-from fastlinear.ops.common import calls
+from fastlinear.ops.common import calls, recorded
 from fastlinear.ops.common.tensor_kinds import carried
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference, selection, tape
@@ -65,7 +65,7 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         )
     backend = chosen[0].backend
     plan = _inference(backend.load(), activation, layout)
-    return Resolved(plan, plan, partial(tape.inference, backend.name, activation, layout, plan))
+    return Resolved(plan, plan, lambda *given: recorded.inference(plan, given))
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:

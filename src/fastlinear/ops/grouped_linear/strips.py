@@ -20,7 +20,6 @@ from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.grouped_linear import strips_float32 as float32
 from fastlinear.ops.grouped_linear import strips_tiles
 from fastlinear.ops.grouped_linear.one_launch import OneLaunch, results
-from fastlinear.ops.grouped_linear.operands import Forward
 from fastlinear.ops.grouped_linear.sign_mask import AnyPlace, Place
 from fastlinear.ops.grouped_linear.strips_config import (
     StripsConfig,
@@ -197,23 +196,6 @@ def forward(
         return results(Strips, x, weight, bias, *how)
     assert sign_mask.p == (config.groups if order == "groups" else 1)
     return results(StripsWithSignMask, x, weight, bias, *how, sign_mask)
-
-
-def forward_steps(call: Forward) -> tuple[int, int | None] | None:
-    """``forward`` as steps of a tape: the numbers of y and the pre-activation or signs.
-
-    None where it is more than its launch.
-    """
-    x, weight, bias = call.tensors
-    sign_mask = call.sign_mask is not None
-    config = _config(x, weight, call.order, call.save_pre, call.sign_mask)
-    if config is None or not serves(x, weight, bias, call.order):
-        from fastlinear.ops.grouped_linear import triton
-
-        return None if sign_mask else triton.forward_steps(call)
-    how = call.activation, call.save_pre, call.order, config
-    make = StripsWithSignMask if sign_mask else Strips
-    return make(x, weight, bias, *how).steps(call)
 
 
 class Strips(OneLaunch):

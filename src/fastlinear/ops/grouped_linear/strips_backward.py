@@ -20,7 +20,6 @@ from fastlinear.ops.common import hopper
 from fastlinear.ops.grouped_linear import strips_backward_float32 as float32
 from fastlinear.ops.grouped_linear import strips_tiles
 from fastlinear.ops.grouped_linear.one_pass import OnePass, gradients, row_stride
-from fastlinear.ops.grouped_linear.operands import Backward, Numbers
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 from fastlinear.ops.grouped_linear.sign_mask import Place, is_sign_mask
 from fastlinear.ops.grouped_linear.strips_backward_config import (
@@ -216,18 +215,6 @@ def backward(
         return triton_backward.backward(dy, saved, x, weight, activation, needs, order)
     given = dy, saved, x, weight
     return gradients(StripsBackward, *given, activation, needs, order, config)
-
-
-def backward_steps(call: Backward) -> Numbers | None:
-    """``backward`` as steps of a tape; None where it is more than its launches."""
-    dy, saved, x, weight = call.tensors
-    config = _config(x, weight, saved, call.needs, call.order)
-    if config is None or not any(call.needs) or not serves(dy, saved, x, weight, call.order):
-        from fastlinear.ops.grouped_linear import triton_backward
-
-        return None if is_sign_mask(saved) else triton_backward.backward_steps(call)
-    plan = StripsBackward(*call.tensors, call.activation, call.needs, call.order, config)
-    return plan.steps(call)
 
 
 class StripsBackward(OnePass):

@@ -15,7 +15,6 @@ from fastlinear.ops.common.early_launch import EarlyLaunch, begins_early
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear import triton_tensors as tensors
-from fastlinear.ops.grouped_linear.operands import Forward
 from fastlinear.ops.grouped_linear.sign_mask import Channels
 from fastlinear.ops.grouped_linear.triton_config import (
     FORWARD_PRECISION,
@@ -25,7 +24,7 @@ from fastlinear.ops.grouped_linear.triton_config import (
 )
 from fastlinear.ops.grouped_linear.triton_kernels import _resident_kernel, _streaming_kernel
 
-__all__ = ["Product", "forward", "forward_steps"]
+__all__ = ["Product", "forward"]
 
 Tensor = torch.Tensor
 
@@ -80,25 +79,6 @@ def forward(
     if sign_mask is None and kept is not None:
         kept = tensors.rounded(kept, x)
     return tensors.rounded(y, x), kept
-
-
-def forward_steps(call: Forward) -> tuple[int, int | None] | None:
-    """``forward`` as steps of a tape: the numbers of y and the pre-activation or signs.
-
-    None where it is more than its launch.
-    """
-    x, weight, bias = call.tensors
-    like = call.like_y()
-    if tensors.far_apart(x, weight, like) or not (bias is None or bias.is_contiguous()):
-        return None
-    facts = tensors.facts_of(x, weight, bias, like)
-    key = (facts, call.activation, call.save_pre, call.sign_mask, None)
-    plan = _plans.get(key)
-    if plan is None:
-        return None
-    y, kept = call.results()
-    made = call.tape.launch(plan.launch.in_fastpath((*call.numbers, y, kept)))
-    return (y, kept) if made else None
 
 
 class Product:

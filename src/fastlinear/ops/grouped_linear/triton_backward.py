@@ -6,7 +6,6 @@ imported lazily.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear import triton_tensors as tensors
-from fastlinear.ops.grouped_linear.operands import Backward, Numbers, Operand, number_of
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 from fastlinear.ops.grouped_linear.sign_mask import Channels, is_sign_mask
 from fastlinear.ops.grouped_linear.triton import Product
@@ -35,7 +33,7 @@ from fastlinear.ops.grouped_linear.triton_config import (
     weight_config,
 )
 
-__all__ = ["backward", "backward_steps"]
+__all__ = ["backward"]
 
 Tensor = torch.Tensor
 _SUM_BLOCK = 1024
@@ -111,72 +109,6 @@ def backward(
     make = lambda: _SinglePass(dy, saved, x, weight, dx, activation, needs, config)  # noqa: E731
     _plan(key, make).run(dy, saved, x, weight, dx, dw, db)
     return _all_rounded(dx, dw, db, x)
-
-
-def backward_steps(call: Backward) -> Numbers | None:
-    """``backward`` as steps of a tape; None where it is more than its launches."""
-    sign_mask = call.saved if call.saved is not None and is_sign_mask(call.saved.tensor) else None
-    if sign_mask is not None:
-        call = replace(call, saved=Operand(Channels.rows(sign_mask.tensor), sign_mask.number))
-    dy, saved, x, weight = call.tensors
-    if tensors.far_apart(dy, saved, x, weight):
-        return None
-    config = _config(x, weight, call.activation, sign_mask is not None)
-    if saved is None or not (config is None or config.dpre_first):
-        return _gradients_steps(call, config)
-    made = _grad_pre_steps(call)
-    if made is None:
-        return None
-    dpre, db = made
-    if not any(call.needs[:2]):
-        return None, None, db
-    if config is None:
-        config = _config(x, weight, "none", False)
-    found = _gradients_steps(call.of_dpre(dpre), config)
-    return None if found is None else (*found[:2], db)
-
-
-def _gradients_steps(call: Backward, config: BackwardConfig | None) -> Numbers | None:
-    """The gradients of what is not derived in a launch of its own, likewise."""
-    p, needs = call.tape, call.needs
-    dy, saved, x, weight = call.tensors
-    if config is not None:
-        found = call.results()
-        key = ("all", *tensors.facts_of(dy, saved, x, weight, call.like_dx()))
-        plan = _plans.get((*key, call.activation, needs, config))
-        return found if plan is not None and plan.steps(p, *call.numbers, *found) else None
-    made = _grad_pre_steps(call) if needs[2] else (call.dy, None)
-    if made is None:
-        return None
-    dx, dw, _ = replace(call, needs=(*needs[:2], False)).results()
-    if dx is not None:
-        plan = _plans.get(("dx", *tensors.facts_of(dy, weight, call.like_dx())))
-        read = call.dy.number, call.weight.number, None
-        if plan is None or not p.launch(plan.launch.in_fastpath((*read, dx, None))):
-            return None
-    if dw is not None:
-        plan = _plans.get(("dw", *tensors.facts_of(dy, x)))
-        if plan is None or not plan.steps(p, call.dy.number, call.x.number, dw):
-            return None
-    return dx, dw, made[1]
-
-
-def _grad_pre_steps(call: Backward) -> tuple[Operand, int | None] | None:
-    """``_grad_pre`` as steps of a tape."""
-    p, (dy, saved, *_) = call.tape, call.tensors
-    groups, n = dy.shape[2:]
-    key = ("dpre", *tensors.facts_of(dy, saved), call.activation, call.needs[2])
-    plan = _plans.get(key)
-    if plan is None:
-        return None
-    dpre, number = call.dy, None
-    if saved is not None:
-        # lies as saved does; the steps that follow are found by its facts
-        number = p.empty(dy.shape, dy.dtype, call.dy.number)
-        dpre = Operand(tensors.empty(dy.shape, _order_of(saved), dy), number)
-    db = p.empty((groups, n), dy.dtype, call.dy.number) if call.needs[2] else None
-    made = plan.steps(p, call.dy.number, number_of(call.saved), number, db)
-    return (dpre, db) if made else None
 
 
 def _derived_at_once(dy: Tensor, saved: Tensor | None) -> tuple[int, int]:
@@ -272,23 +204,6 @@ class _SinglePass:
         self._launch(dy, saved, x, weight, dx, dw_part, db_part)
         self._sums.run(dw_part, db_part, dw, db)
 
-    def steps(
-        self,
-        tape: Tape,
-        dy: int,
-        saved: int | None,
-        x: int,
-        weight: int,
-        dx: int | None,
-        dw: int | None,
-        db: int | None,
-    ) -> bool:
-        """``run`` of tensors of these numbers; whether launches are all there is."""
-        dw_part, db_part = self._sums.numbers(tape, dw, db, dy)
-        read = dy, saved, x, weight
-        first = tape.launch(self._launch.in_fastpath((*read, dx, dw_part, db_part)))
-        return first and self._sums.steps(tape, dw_part, db_part, dw, db)
-
 
 class _GradPre:
     """dpre = dy act'(pre) and its sums over tokens."""
@@ -328,14 +243,6 @@ class _GradPre:
         self._launch(dy, saved, dpre, part)
         self._sums.run(None, part, None, db)
 
-    def steps(
-        self, tape: Tape, dy: int, saved: int | None, dpre: int | None, db: int | None
-    ) -> bool:
-        """``run`` of tensors of these numbers; whether launches are all there is."""
-        _, part = self._sums.numbers(tape, None, db, dy)
-        first = tape.launch(self._launch.in_fastpath((dy, saved, dpre, part)))
-        return first and self._sums.steps(tape, None, part, None, db)
-
 
 class _GradWeight:
     """dW_g = dpre_gᵀ x_g, in tiles of dW and chunks of tokens."""
@@ -371,12 +278,6 @@ class _GradWeight:
         part, _ = self._sums.parts(dw, None)
         self._launch(dpre, x, part)
         self._sums.run(part, None, dw, None)
-
-    def steps(self, tape: Tape, dpre: int, x: int, dw: int) -> bool:
-        """``run`` of tensors of these numbers; whether launches are all there is."""
-        part, _ = self._sums.numbers(tape, dw, None, dpre)
-        first = tape.launch(self._launch.in_fastpath((dpre, x, part)))
-        return first and self._sums.steps(tape, part, None, dw, None)
 
 
 class _Sums:
@@ -425,10 +326,6 @@ class _Sums:
             for result, shape in zip((dw, db), self._shapes, strict=True)
         ]
         return made[0], made[1]
-
-    def steps(self, tape: Tape, *shares_and_results: int | None) -> bool:
-        """``run`` of tensors of these numbers; whether a launch is all there is."""
-        return self._launch is None or tape.launch(self._launch.in_fastpath(shares_and_results))
 
 
 def _plan(key: Any, make: Any) -> Any:

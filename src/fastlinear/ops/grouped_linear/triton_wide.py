@@ -13,11 +13,10 @@ import torch
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.grouped_linear import triton as anywhere
 from fastlinear.ops.grouped_linear import triton_tensors as tensors
-from fastlinear.ops.grouped_linear.operands import Forward
 from fastlinear.ops.grouped_linear.triton_config import fits
 from fastlinear.ops.grouped_linear.triton_wide_kernels import _wide_kernel
 
-__all__ = ["WideConfig", "forward", "forward_steps", "serves"]
+__all__ = ["WideConfig", "forward", "serves"]
 
 Tensor = torch.Tensor
 
@@ -139,30 +138,6 @@ def forward(
     flat = weight.view(groups * n, k)
     plan(rows, flat, bias, y.view(m, groups * n), None if pre is None else pre.view(m, groups * n))
     return tensors.rounded(y, x), None if pre is None else tensors.rounded(pre, x)
-
-
-def forward_steps(call: Forward) -> tuple[int, int | None] | None:
-    """``forward`` as steps of a tape: the numbers of y and the pre-activation.
-
-    None where it is more than its launch.
-    """
-    x, weight, bias = call.tensors
-    if not serves(x, weight, call.order):
-        return anywhere.forward_steps(call)
-    if bias is not None and not bias.is_contiguous():
-        return None
-    (groups, n, k), m = weight.shape, x.shape[1]
-    config = config_of(n, tensors.capability_of(x.device))
-    rows, like = _rows(x), call.like_y()
-    key = (tensors.facts_of(rows, weight, bias, like), call.activation, call.save_pre, config)
-    plan = _plans.get(key)
-    if plan is None:
-        return None
-    flat = like.view(m, groups * n)
-    given = {0: rows, 1: weight.view(groups * n, k), 3: flat, 4: flat}
-    y, pre = call.results()
-    made = call.tape.launch(plan.in_fastpath((*call.numbers, y, pre), given))
-    return (y, pre) if made else None
 
 
 def _rows(x: Tensor) -> Tensor:

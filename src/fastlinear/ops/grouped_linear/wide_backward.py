@@ -31,7 +31,6 @@ from fastlinear.ops.grouped_linear.group_map import (
     weight_boxes,
 )
 from fastlinear.ops.grouped_linear.one_pass import OnePass, gradients
-from fastlinear.ops.grouped_linear.operands import Backward, Numbers
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 from fastlinear.ops.grouped_linear.sign_mask import Boxes, is_sign_mask
 from fastlinear.ops.grouped_linear.wide_backward_config import (
@@ -178,19 +177,6 @@ def backward(
         config = _config(k, n, saved, needs, order)
     given = dy, saved, x, weight
     return gradients(WideBackward, *given, activation, needs, order, config, chunks)
-
-
-def backward_steps(call: Backward) -> Numbers | None:
-    """``backward`` as steps of a tape; None where it is more than its launches."""
-    dy, saved, x, weight = call.tensors
-    if not any(call.needs[:2]) or not serves(dy, saved, x, weight, call.order):
-        from fastlinear.ops.grouped_linear import triton_backward
-
-        return None if is_sign_mask(saved) else triton_backward.backward_steps(call)
-    _, n, k = weight.shape
-    config = _config(k, n, saved, call.needs, call.order)
-    plan = WideBackward(*call.tensors, call.activation, call.needs, call.order, config)
-    return plan.steps(call)
 
 
 def _config(k: int, n: int, saved: Tensor | None, needs: Needs, order: str) -> WideBackwardConfig:

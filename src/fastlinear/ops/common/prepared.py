@@ -1,0 +1,100 @@
+"""A CUDA launch prepared once for tensors of one kind, at any address."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common import recorder
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch
+
+_MAX_PLANS = 1024
+Plan = TypeVar("Plan")
+Place = driver.TensorMap | ctypes.c_void_p
+"""An argument that holds the address of a tensor."""
+
+
+class Prepared:
+    """A launch whose arguments hold addresses of tensors, which each call writes into them.
+
+    Args:
+        launch: the launch; nothing else uses its memory.
+        device: the ordinal of its device.
+        places: arguments, each with the number of the tensor whose address it holds.
+    """
+
+    def __init__(
+        self, launch: driver.Launch, device: int, places: Sequence[tuple[Place, int]]
+    ) -> None:
+        self._launch = launch
+        self._device = device
+        self._places = [(p, i) for p, i in places if not isinstance(p, driver.NoTensorMap)]
+        self._lock = threading.Lock()
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch on the current stream of the device, or record the launch."""
+        recording = recorder.active()
+        if recording is not None:
+            self._record(recording, tensors)
+        elif self._device != torch._C._cuda_getDevice():
+            with torch.cuda.device(self._device):
+                self._run(tensors)
+        else:
+            self._run(tensors)
+
+    def _run(self, tensors: Sequence[Tensor | None]) -> None:
+        with self._lock:  # the driver copies the arguments before it returns
+            for place, which in self._places:
+                tensor = tensors[which]
+                if isinstance(place, driver.TensorMap):
+                    if tensor is not None:
+                        place.point_at(tensor.data_ptr())
+                else:
+                    place.value = 0 if tensor is None else tensor.data_ptr()
+            self._launch.run(torch._C._cuda_getCurrentRawStream(self._device))
+
+    def _record(self, recording: recorder.Recording, tensors: Sequence[Tensor | None]) -> None:
+        launch = self._launch
+        found = [
+            (place, *recording.memory(t))
+            for place, which in self._places
+            if (t := tensors[which]) is not None
+        ]
+        recording.launch(
+            FastpathLaunch(
+                launch._handle or 0,
+                launch._config_ref,
+                launch._slots_ref,
+                tuple((place, number) for place, number, _ in found),
+                (),
+                self,
+                offsets=tuple(offset for *_, offset in found),
+            )
+        )
+
+
+class Plans(Generic[Plan]):
+    """What was prepared for each kind of call.
+
+    A recorded call gets a plan of its own: its tape fills in the arguments without Python's lock.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, Plan] = {}
+
+    def of(self, key: Any, make: Callable[[], Plan]) -> Plan:
+        """The plan of that key; ``make`` makes it."""
+        if recorder.active() is not None:
+            return make()
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = make()
+        return plan

@@ -1,0 +1,459 @@
+"""The recorder: a run of a backend becomes a tape, which the compiled fast path runs from then on.
+
+While it records, launches and calls of compiled libraries append themselves instead of running, and
+PyTorch's ops append themselves and run, so that what follows has tensors to go on with. So a
+backend is written once, as Python. What it decides from shapes, strides and addresses is decided
+for good; the fast path asks for another tape where these differ.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastlinear.ops.common.aten_steps import alone, bound
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch
+
+SCALAR_TYPES = {
+    torch.bool: 11,
+    torch.uint8: 0,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.float64: 7,
+    torch.bfloat16: 15,
+}
+"""Numbers of c10::ScalarType."""
+_ALIGNMENT = 15  # address bits that a kernel was made for
+_EMPTY = frozenset(f"aten::{n}" for n in ("empty", "empty_like", "empty_strided", "new_empty"))
+_ZEROS = frozenset(f"aten::{n}" for n in ("zeros", "zeros_like", "new_zeros"))
+
+
+class NotRecordable(Exception):
+    """What a backend did has no steps; calls of the kind stay in Python."""
+
+
+@dataclass
+class _Memory:
+    """Memory that tensors of the tape have: one that was given, or that a step makes.
+
+    Attributes:
+        number: the tensor whose memory kernels are given.
+        dtype: its dtype.
+        step: what makes it; None for one that was given.
+        views: how a tensor with that memory lies → its number.
+        dense: how many elements tensor ``number`` has where it is contiguous, else -1; None while
+            nothing has asked how it lies.
+    """
+
+    number: int
+    dtype: torch.dtype
+    step: list[Any] | None = None
+    views: dict[Any, int] = field(default_factory=dict)
+    dense: int | None = None
+
+    @classmethod
+    def of(cls, number: int, t: Tensor, step: list[Any] | None = None) -> _Memory:
+        """That of tensor ``number``, which lies as t does."""
+        dense = t.numel() if t.is_contiguous() else -1
+        return cls(number, t.dtype, step, {_facts(t): number}, dense)
+
+
+class Recording(TorchDispatchMode):
+    """The steps of a function of tensors; see :func:`record`."""
+
+    def __init__(self, given: Sequence[Tensor | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._steps: list[list[Any]] = []
+        self._count = len(given)
+        self._masks = [0] * len(given)
+        self._owners: list[Any] = []
+        self._alive: list[Tensor] = []  # so that no storage's address is taken again
+        self._memory: dict[int, _Memory] = {}
+        self._given = [None if t is None else self._as_given(i, t) for i, t in enumerate(given)]
+        self._like = next(i for i, t in enumerate(given) if t is not None)
+        self._written: set[int] = set()
+        self._stream: int | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: skipping it imports all of it."""
+        return False
+
+    # ---------------------------------------------------------------------------------------
+    # What backends call
+
+    def launch(self, kernel: FastpathLaunch | None, *, anywhere: bool = False) -> None:
+        """A kernel's launch, whose tensors are numbers of :meth:`memory`; None has no steps.
+
+        Tensors that were given must stay as aligned as they are, but for a kernel that reads them
+        from ``anywhere``.
+        """
+        if kernel is None:
+            raise NotRecordable("a launch that only Python makes")
+        self._steps.append(["kernel", kernel.kernel()])
+        for _, number in kernel.tensors:
+            if number < len(self._masks) and not anywhere:
+                self._masks[number] = _ALIGNMENT
+
+    def memory(self, t: Tensor) -> tuple[int, int]:
+        """The number of the tensor whose memory t lies in, and how many bytes behind its first."""
+        home = self._home(t)
+        return home.number, int(t.storage_offset()) * t.element_size()
+
+    def call(self, function: int, arguments: Iterable[Any], *, may_refuse: bool = False) -> None:
+        """A C function by its address. Arguments are numbers, tensors for their memory, lists of
+        tensors for an array of such, None for null, and objects of ctypes for theirs.
+
+        One that ``may_refuse`` returns 0 where Python has to take the call.
+        """
+        given: list[Any] = []
+        for argument in arguments:
+            if argument is None:
+                given.append((-1,))
+            elif isinstance(argument, Tensor):
+                given.append((self._at(argument),))
+            elif isinstance(argument, list):
+                given.append([-1 if t is None else self._at(t) for t in argument])
+            elif isinstance(argument, int):
+                given.append(argument)
+            else:
+                self._owners.append(argument)
+                given.append(ctypes.addressof(argument))
+        self._steps.append(["attempt" if may_refuse else "call", function, tuple(given)])
+
+    def only_at(self, t: Tensor) -> None:
+        """The tape serves only calls whose tensor, a given one, lies where t does."""
+        self._masks[self.memory(t)[0]] = -1
+
+    def only_on(self, stream: int) -> None:
+        """The tape may run on this raw stream only."""
+        self._stream = stream
+
+    # ---------------------------------------------------------------------------------------
+    # What PyTorch calls
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        arguments = bound(func, args, kwargs or {})
+        schema = func._schema
+        written = [
+            value
+            for value, facts in zip(arguments, schema.arguments, strict=True)
+            if facts.alias_info is not None and facts.alias_info.is_write and value is not None
+        ]
+        if written:
+            return self._write(func, args, kwargs or {}, arguments, written)
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self._alive.append(result)
+            if _key(result) in self._memory:
+                return result  # a view, or the tensor itself
+            if schema.name in _EMPTY:
+                self._new(result)
+            elif schema.name in _ZEROS:
+                self._steps.append(["aten", None, "aten::zero_", "", (self._new(result),)])
+                self._steps[-1][1] = self._number()
+            else:
+                self._compute(func, arguments, result)
+        elif isinstance(result, tuple | list):
+            if any(_key(t) not in self._memory for t in result):
+                raise NotRecordable(f"{schema.name} has more than one result")
+            self._alive += result
+        return result
+
+    def _write(
+        self, func: Any, args: Any, kwargs: Any, arguments: tuple[Any, ...], written: list[Tensor]
+    ) -> Any:
+        if len(written) != 1 or len(func._schema.returns) != 1:
+            raise NotRecordable(f"{func._schema.name} writes to more than one tensor")
+        target = written[0]
+        home = self._home(target)
+        given = home.step is None
+        if given and home.number not in self._written:
+            # its memory is the caller's: Python takes calls in which another tensor lies there
+            self._written.add(home.number)
+            self._steps.append(["claim", home.number])
+        special = _IN_PLACE.get(str(func))
+        if special is None or not special(self, arguments, target):
+            self._compute(func, arguments, None)
+        if given:
+            return target  # it has been written to before
+        return func(*args, **kwargs)
+
+    def _compute(self, func: Any, arguments: tuple[Any, ...], result: Tensor | None) -> None:
+        """A step of an op of PyTorch, whose result, if any, is new memory."""
+        special = _STEPS.get(str(func))
+        step = None if special is None or result is None else special(self, arguments)
+        if step is None:
+            name, _, overload = str(func._name).partition(".")
+            step = ["aten", None, name, overload, tuple(map(self._boxed, arguments))]
+        number = self._number()
+        step[1] = number
+        self._steps.append(step)
+        if result is not None:
+            self._memory[_key(result)] = _Memory.of(number, result, step)
+
+    def _boxed(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._at(value)
+        if isinstance(value, torch.dtype):
+            value = SCALAR_TYPES[value]
+        elif isinstance(value, torch.memory_format):
+            value = _MEMORY_FORMATS[value]
+        elif isinstance(value, list | tuple):
+            if not all(isinstance(v, int) for v in value):
+                raise NotRecordable("an argument that is a list of tensors")
+            value = tuple(value)
+        elif not isinstance(value, int | float | str | None):
+            raise NotRecordable(f"an argument of type {type(value).__name__}")
+        return (value,)
+
+    # ---------------------------------------------------------------------------------------
+    # Tensors
+
+    def _as_given(self, number: int, t: Tensor) -> Tensor:
+        """The tensor in a storage of its own, so that it is told from others in its memory."""
+        size = _extent(t) * t.element_size()
+        storage = torch._C._construct_storage_from_data_pointer(t.data_ptr(), t.device, size)
+        alias = torch.empty(0, dtype=t.dtype, device=t.device)
+        alias.set_(storage, 0, t.shape, t.stride())
+        self._memory[_key(alias)] = _Memory.of(number, alias)
+        return alias
+
+    def _number(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def _new(self, t: Tensor) -> int:
+        """Memory that a step makes. How it lies is settled by who first asks for a tensor of it."""
+        number = self._number()
+        shape = t.shape if t.is_contiguous() else (_extent(t),)
+        step = ["empty", number, SCALAR_TYPES[t.dtype], self._like, tuple(shape)]
+        self._steps.append(step)
+        self._memory[_key(t)] = _Memory(number, t.dtype, step)
+        return number
+
+    def _home(self, t: Tensor) -> _Memory:
+        found = self._memory.get(_key(t))
+        if found is None:
+            raise NotRecordable("a tensor that was neither given nor made")
+        return found
+
+    def _at(self, t: Tensor) -> int:
+        """The number of a tensor that lies as t does."""
+        home = self._home(t)
+        facts = _facts(t)
+        number = home.views.get(facts)
+        if number is not None:
+            return number
+        whole = t.storage_offset() == 0 and t.is_contiguous()
+        if t.dtype is not home.dtype:
+            raise NotRecordable("memory read in two dtypes")
+        if home.dense is None:
+            assert home.step is not None
+            home.dense = t.untyped_storage().nbytes() // t.element_size()
+            if whole and t.numel() == home.dense:
+                home.step[4] = tuple(t.shape)
+                home.views[facts] = home.number
+                return home.number
+        number = self._number()
+        if whole and home.dense == t.numel():
+            self._steps.append(["view", number, home.number, tuple(t.shape)])
+        else:
+            offset = () if t.storage_offset() == 0 else (t.storage_offset(),)
+            self._steps.append(["strided", number, home.number, (*t.shape, *t.stride(), *offset)])
+        home.views[facts] = number
+        return number
+
+    def spec(self, results: Sequence[Tensor | None], spent: Sequence[int]) -> tuple[Any, ...]:
+        """The tuple that ``tape.h`` describes."""
+        numbers = tuple(-1 if t is None else self._at(t) for t in results)
+        steps = tuple(map(tuple, self._steps))
+        return (steps, numbers, tuple(self._masks), self._owners, self._stream, tuple(spent))
+
+
+_recording = threading.local()
+
+
+def active() -> Recording | None:
+    """The recording under way in this thread, if any."""
+    return getattr(_recording, "now", None)
+
+
+def record(
+    function: Callable[..., Sequence[Tensor | None]],
+    given: Sequence[Tensor | None],
+    spent: Sequence[int] = (),
+) -> tuple[Any, ...] | None:
+    """A function of tensors as a tape, or None where something it does has no steps.
+
+    It must have run on such tensors, so that kernels are compiled. Nothing of ours runs now, and
+    nothing that was given is written to.
+
+    Args:
+        function: the given tensors → results, None among both.
+        given: tensors laid out as those that the tape will be given.
+        spent: numbers of given tensors that the tape may give back after their last use.
+    """
+    if any(t is not None and (t.is_neg() or t.is_conj()) for t in given):
+        return None
+    with ExitStack() as stack:
+        stack.enter_context(alone())
+        stack.enter_context(torch.inference_mode())
+        recording = Recording(given)
+        before, _recording.now = active(), recording
+        try:
+            with recording:
+                results = function(*recording._given)
+            return recording.spec(results, spent)
+        except (NotRecordable, torch.OutOfMemoryError):
+            return None
+        finally:
+            _recording.now = before
+
+
+def run(function: Any, *arguments: Any) -> Any:
+    """Call a C function, or record the call: arguments are numbers, tensors for their memory, None
+    for null, and objects of ctypes for theirs."""
+    recording = active()
+    if recording is not None:
+        return recording.call(ctypes.cast(function, ctypes.c_void_p).value or 0, arguments)
+    return function(*map(_passed, arguments))
+
+
+def attempt(function: Any, *arguments: Any) -> bool:
+    """The same of a function that returns 0 where it does not serve: whether it did."""
+    recording = active()
+    if recording is None:
+        return bool(function(*map(_passed, arguments)))
+    address = ctypes.cast(function, ctypes.c_void_p).value or 0
+    recording.call(address, arguments, may_refuse=True)
+    return True
+
+
+def _passed(argument: Any) -> Any:
+    if argument is None:
+        return 0
+    return argument.data_ptr() if isinstance(argument, Tensor) else argument
+
+
+def _key(t: Tensor) -> int:
+    return int(t.untyped_storage()._cdata)
+
+
+def _facts(t: Tensor) -> tuple[Any, ...]:
+    strides = tuple(1 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
+    return tuple(t.shape), strides, t.storage_offset(), t.dtype
+
+
+def _extent(t: Tensor) -> int:
+    """Elements from the first to the last."""
+    if t.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+# --------------------------------------------------------------------------------------------
+# PyTorch's ops that have a step of their own, without boxes
+
+_MEMORY_FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2}
+_Special = Callable[[Recording, tuple[Any, ...]], "list[Any] | None"]
+
+
+def _linear(r: Recording, arguments: tuple[Any, ...]) -> list[Any]:
+    x, weight, bias = arguments
+    return ["linear", None, r._at(x), r._at(weight), -1 if bias is None else r._at(bias)]
+
+
+def _turned(r: Recording, t: Tensor) -> tuple[int, int]:
+    """A matrix as (a tensor's number, whether it is read transposed)."""
+    known = r._home(t).views
+    if _facts(t) not in known and t.dim() == 2 and _facts(t.t()) in known:
+        return known[_facts(t.t())], 1
+    return r._at(t), 0
+
+
+def _mm(r: Recording, arguments: tuple[Any, ...]) -> list[Any]:
+    a, b = arguments[:2]
+    return ["mm", None, *_turned(r, a), *_turned(r, b)]
+
+
+def _bmm(r: Recording, arguments: tuple[Any, ...]) -> list[Any]:
+    return ["bmm", None, *map(r._at, arguments[:2])]
+
+
+def _sum(r: Recording, arguments: tuple[Any, ...]) -> list[Any] | None:
+    t, dims, keep, dtype = arguments
+    if keep or dtype is not None or not dims:
+        return None
+    return ["sum", None, r._at(t), tuple(d % t.dim() for d in dims)]
+
+
+def _contiguous(r: Recording, arguments: tuple[Any, ...]) -> list[Any] | None:
+    t, format_ = arguments
+    return ["dense", None, r._at(t)] if format_ in (None, 0, torch.contiguous_format) else None
+
+
+def _onednn(r: Recording, arguments: tuple[Any, ...]) -> list[Any] | None:
+    x, weight, bias, name, scalars, algorithm = arguments
+    if name != "none" or scalars or algorithm:
+        return None
+    last = -1 if bias is None else r._at(bias)
+    return ["onednn", None, *_turned(r, x), *_turned(r, weight), last]
+
+
+_STEPS: dict[str, _Special] = {
+    "aten.linear.default": _linear,
+    "aten.mm.default": _mm,
+    "aten.bmm.default": _bmm,
+    "aten.sum.dim_IntList": _sum,
+    "aten.contiguous.default": _contiguous,
+    "mkldnn._linear_pointwise.default": _onednn,
+}
+
+
+def _addmm(r: Recording, arguments: tuple[Any, ...], target: Tensor) -> bool:
+    _, a, b, beta, alpha = arguments
+    if (beta, alpha) != (1, 1):
+        return False
+    r._steps.append(["addmm" if a.dim() == 2 else "baddbmm", r._at(target), r._at(a), r._at(b)])
+    return True
+
+
+def _bmm_out(r: Recording, arguments: tuple[Any, ...], target: Tensor) -> bool:
+    a, b = arguments[:2]
+    r._steps.append(["bmminto", r._at(target), r._at(a), r._at(b)])
+    return True
+
+
+def _copy(r: Recording, arguments: tuple[Any, ...], target: Tensor) -> bool:
+    r._steps.append(["copy", r._at(target), r._at(arguments[1])])
+    return True
+
+
+def _addcmul_out(r: Recording, arguments: tuple[Any, ...], target: Tensor) -> bool:
+    a, b, c, value = arguments[:4]
+    if value != 1:
+        return False
+    r._steps.append(["addcmul", r._at(target), r._at(a), r._at(b), r._at(c)])
+    return True
+
+
+_IN_PLACE: dict[str, Callable[[Recording, tuple[Any, ...], Tensor], bool]] = {
+    "aten.addmm_.default": _addmm,
+    "aten.baddbmm_.default": _addmm,
+    "aten.bmm.out": _bmm_out,
+    "aten.copy_.default": _copy,
+    "aten.addcmul.out": _addcmul_out,
+}

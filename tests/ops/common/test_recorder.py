@@ -1,0 +1,127 @@
+"""The recorder: what steps it makes of what a backend does, and what it refuses."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fastlinear.ops.common import recorder
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape)
+
+
+def recorded(function: Any, *given: Tensor | None) -> tuple[Any, ...]:
+    found = recorder.record(function, given)
+    assert found is not None
+    return found
+
+
+def test_ops_of_pytorch_views_and_results() -> None:
+    def function(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        y = functional.linear(x, w, b)
+        return torch.relu(y), y.t().contiguous(), x @ w.t(), x[:, 1:].sum((0,))
+
+    steps, results, *_ = recorded(function, draw(4, 6), draw(5, 6), draw(5))
+    assert steps == (
+        ("linear", 3, 0, 1, 2),
+        ("aten", 4, "aten::relu", "", (3,)),
+        ("strided", 5, 3, (5, 4, 1, 5)),
+        ("dense", 6, 5),
+        ("strided", 7, 1, (6, 5, 1, 6)),
+        ("aten", 8, "aten::matmul", "", (0, 7)),
+        ("strided", 9, 0, (4, 5, 6, 1, 1)),
+        ("sum", 10, 9, (0,)),
+    )
+    assert results == (4, 6, 8, 10)
+
+
+def test_new_memory_has_the_shape_of_the_result() -> None:
+    """A result in another shape than it was made costs no step."""
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        made = torch.empty(4, 6)
+        torch.mm(x, x, out=made.view(6, 4)[:4, :4])
+        zeros = x.new_zeros(3)
+        return made.view(2, 12), zeros
+
+    steps, results, *_ = recorded(function, draw(4, 4))
+    assert steps[0] == ("empty", 1, 6, 0, (4, 6))  # a piece of it was asked for first
+    assert [s[0] for s in steps] == ["empty", "strided", "aten", "empty", "aten", "view"]
+    steps, results, *_ = recorded(lambda x: (torch.empty(4, 6).view(2, 12), None), draw(1))
+    assert (steps, results) == ((("empty", 1, 6, 0, (2, 12)),), (1, -1))
+
+
+def test_what_is_given_is_left_as_it_was() -> None:
+    """A given tensor that is written to is claimed, and not written to while recording."""
+    x, out = draw(3, 4), draw(3, 4)
+    before = out.clone()
+
+    def function(x: Tensor, out: Tensor) -> tuple[Tensor]:
+        return (torch.addcmul(x, x, x, out=out),)
+
+    steps, results, *_ = recorded(function, x, out)
+    assert steps == (("claim", 1), ("addcmul", 1, 0, 0, 0))
+    assert results == (1,)
+    assert torch.equal(out, before)
+
+
+def test_tensors_in_one_memory_are_told_apart() -> None:
+    x = draw(3, 3)
+    steps, *_ = recorded(lambda a, b: (a + b,), x, x)
+    assert steps == (("aten", 2, "aten::add", "Tensor", (0, 1, (1,))),)
+
+
+def test_calls_of_compiled_libraries() -> None:
+    """Numbers, memory, null, and objects that must stay; nothing is called."""
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    def function(*_: Any) -> None:
+        raise AssertionError("called")
+
+    described = (ctypes.c_int64 * 2)(1, 2)
+
+    def run(x: Tensor) -> tuple[Tensor]:
+        y = torch.empty_like(x)
+        recorder.run(function, described, x[:, 1:], None, 7)
+        assert recorder.attempt(function, y)
+        return (y,)
+
+    steps, results, _, owners, *_ = recorded(run, draw(3, 4))
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert steps[1:] == (
+        ("strided", 2, 0, (3, 3, 4, 1, 1)),
+        ("call", address, (ctypes.addressof(described), (2,), (-1,), 7)),
+        ("attempt", address, ((1,),)),
+    )
+    assert owners == [described]
+
+
+ONES = torch.ones(3, 4)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x + ONES,),
+        lambda x: tuple(torch.max(x, 0)),
+        lambda x: (torch.cat([x, x]),),
+        lambda x: (x.view(torch.int32),),
+    ],
+    ids=["neither given nor made", "two results", "a list of tensors", "another dtype"],
+)
+def test_what_has_no_steps(function: Any) -> None:
+    assert recorder.record(function, [draw(3, 4)]) is None
+
+
+def test_nothing_records_afterwards() -> None:
+    with pytest.raises(ZeroDivisionError):
+        recorder.record(lambda x: (x * (1 // 0),), [draw(2)])
+    assert recorder.active() is None
+    assert torch._C._len_torch_dispatch_stack() == 0
