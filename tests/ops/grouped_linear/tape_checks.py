@@ -138,7 +138,7 @@ def compare_inference(backend: str, activation: str, layout: str, given: Sequenc
 
     with torch.no_grad():
         expected = run(*given)
-        plan = recorded.inference(run, given)
+        plan = recorded.inference(run, *given)
         assert plan is not None
         assert table.admit(*given, "a", plan)
         python = False

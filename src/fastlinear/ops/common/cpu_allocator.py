@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import fastpath_node
-from fastlinear.ops.common.tape import SCALAR_TYPES
+from fastlinear.ops.common import fastpath_node, recorder
 
 LEAST = 1 << 25
 """Bytes of the results that this is for; malloc keeps smaller ones."""
@@ -24,9 +23,11 @@ LEAST = 1 << 25
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A new contiguous tensor on the CPU, uninitialised, as tapes make theirs."""
     large = math.prod(shape) * dtype.itemsize >= LEAST
-    if not large or dtype not in SCALAR_TYPES or not fastpath_node.begun():
+    recorded = recorder.active() is not None  # a tape makes its own
+    known = dtype in recorder.SCALAR_TYPES
+    if recorded or not (large and known and fastpath_node.begun()):
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    return fastpath_node.empty(tuple(shape), SCALAR_TYPES[dtype])
+    return fastpath_node.empty(tuple(shape), recorder.SCALAR_TYPES[dtype])
 
 
 def release_memory() -> int:

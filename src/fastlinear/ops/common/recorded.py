@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fastlinear.ops.common import fastpath_node, recorder
+from fastlinear.ops.common.fastpath_launch import Y
 from fastlinear.ops.common.fastpath_node import OUTPUT, SPENT
 
 
@@ -26,7 +27,7 @@ class Formula(Protocol):
 def node(
     name: str,
     formula: Formula,
-    tensors: Sequence[Tensor | None],
+    leading: Sequence[Any],
     kept: Sequence[int],
     readers: Sequence[int],
     kept_readers: Sequence[int] | None = None,
@@ -36,16 +37,17 @@ def node(
 
     Args:
         name: of the node.
-        formula: its forward takes these tensors.
-        tensors: those of the call.
+        formula: its forward takes the leading arguments, its gradients their tensors.
+        leading: tensors, None, or lists or tuples of those.
         kept, readers, kept_readers: as ``fastpath_node.node`` takes them.
     """
     if not fastpath_node.begun():
         return None
+    tensors = _leaves(leading)
     count = len(tensors)
 
     def forward(*given: Tensor | None) -> list[Tensor | None]:
-        y, *made = formula.forward(*given)
+        y, *made = formula.forward(*_nested(given, leading))
         pairs = zip(kept, made, strict=False)
         return [y, *(None if how in (OUTPUT, fastpath_node.NOTHING) else t for how, t in pairs)]
 
@@ -63,7 +65,7 @@ def node(
             return formula.gradients(dy, None, dy.shape, of_call, of_forward, needs, *last)
 
         spent = [1 + count + i for i, how in enumerate(kept) if over and how == SPENT]
-        return _record(backward, (dy, *given, *made), spent)
+        return _record(backward, (dy, *given, *made), spent) if _serves((dy,)) else None
 
     return fastpath_node.node(
         name,
@@ -71,20 +73,41 @@ def node(
         formula.forward,
         formula.gradients,
         backward_tape,
-        _record(forward, tensors),
+        _record(forward, tensors) if _serves(tensors) else None,
         kept,
         readers,
         kept_readers,
     )
 
 
-def inference(plan: Callable[..., Tensor], tensors: Sequence[Tensor | None]) -> Any:
+def inference(plan: Callable[..., Tensor], *leading: Any) -> Any:
     """The fast path's plan for calls without gradients of a kind that has run; None where that is
-    ``plan`` itself, which takes these tensors."""
-    if not fastpath_node.begun():
+    ``plan`` itself, which takes these leading arguments."""
+    tensors = _leaves(leading)
+    begun = fastpath_node.begun()
+    if not begun and not tensors[0].is_cuda:
         return None
-    spec = _record(lambda *given: (plan(*given),), tensors)
-    return None if spec is None else fastpath_node.tape(spec, tensors, plan)
+    spec = _record(lambda *given: (plan(*_nested(given, leading)),), tensors)
+    if spec is None:
+        return None
+    found = _one_launch(spec, plan, tensors)
+    if found is None and begun and _serves(tensors):
+        return fastpath_node.tape(spec, tensors, plan)
+    return found
+
+
+def _one_launch(spec: tuple[Any, ...], plan: Callable[..., Tensor], tensors: Sequence[Any]) -> Any:
+    """The table's own plan where a tape is one launch, whose result has the shape of x but for its
+    last size; else None."""
+    steps, (y,), masks, *_ = spec
+    if [step[0] for step in steps] != ["empty", "kernel"] or y != steps[0][1]:
+        return None
+    x, (dtype, _, shape) = tensors[0], steps[0][2:]
+    if recorder.SCALAR_TYPES[x.dtype] != dtype or shape[:-1] != tuple(x.shape[:-1]):
+        return None
+    function, config, slots, places, *rest = steps[1][1]
+    of_y = tuple((kind, where, Y if t == y else t, offset) for kind, where, t, offset in places)
+    return "launch", plan, (function, config, slots, of_y, *rest), masks, shape[-1]
 
 
 def _record(
@@ -92,6 +115,26 @@ def _record(
     tensors: Sequence[Tensor | None],
     spent: Sequence[int] = (),
 ) -> tuple[Any, ...] | None:
-    if any(t is not None and t.is_cuda for t in tensors) and not fastpath_node.serves_cuda():
-        return None
     return recorder.record(function, [None if t is None else t.detach() for t in tensors], spent)
+
+
+def _serves(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether the library of nodes, which must be there, can launch where these lie."""
+    on_cuda = any(t is not None and t.is_cuda for t in tensors)
+    return not on_cuda or fastpath_node.serves_cuda()
+
+
+def _leaves(leading: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    for given in leading:
+        found += given if isinstance(given, tuple | list) else (given,)
+    return found
+
+
+def _nested(tensors: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+    """The tensors as leading arguments, of the structure of others."""
+    left = iter(tensors)
+    return [
+        type(given)(next(left) for _ in given) if isinstance(given, tuple | list) else next(left)
+        for given in like
+    ]

@@ -121,15 +121,25 @@ class Recording(TorchDispatchMode):
             if argument is None:
                 given.append((-1,))
             elif isinstance(argument, Tensor):
-                given.append((self._at(argument),))
+                given.append((self._start(argument),))
             elif isinstance(argument, list):
-                given.append([-1 if t is None else self._at(t) for t in argument])
+                given.append([-1 if t is None else self._start(t) for t in argument])
             elif isinstance(argument, int):
                 given.append(argument)
             else:
                 self._owners.append(argument)
                 given.append(ctypes.addressof(argument))
         self._steps.append(["attempt" if may_refuse else "call", function, tuple(given)])
+
+    def claim(self, t: Tensor) -> None:
+        """A given tensor that a launch or a call will write to.
+
+        Python takes calls in which another given tensor lies in its memory.
+        """
+        home = self._home(t)
+        if home.step is None and home.number not in self._written:
+            self._written.add(home.number)
+            self._steps.append(["claim", home.number])
 
     def only_at(self, t: Tensor) -> None:
         """The tape serves only calls whose tensor, a given one, lies where t does."""
@@ -179,17 +189,12 @@ class Recording(TorchDispatchMode):
             raise NotRecordable(f"{func._schema.name} writes to more than one tensor")
         target = written[0]
         home = self._home(target)
-        given = home.step is None
-        if given and home.number not in self._written:
-            # its memory is the caller's: Python takes calls in which another tensor lies there
-            self._written.add(home.number)
-            self._steps.append(["claim", home.number])
+        self.claim(target)
         special = _IN_PLACE.get(str(func))
         if special is None or not special(self, arguments, target):
             self._compute(func, arguments, None)
-        if given:
-            return target  # it has been written to before
-        return func(*args, **kwargs)
+        # what was given has been written to before
+        return target if home.step is None else func(*args, **kwargs)
 
     def _compute(self, func: Any, arguments: tuple[Any, ...], result: Tensor | None) -> None:
         """A step of an op of PyTorch, whose result, if any, is new memory."""
@@ -249,6 +254,10 @@ class Recording(TorchDispatchMode):
         if found is None:
             raise NotRecordable("a tensor that was neither given nor made")
         return found
+
+    def _start(self, t: Tensor) -> int:
+        """The number of a tensor that begins where t does."""
+        return self._home(t).number if t.storage_offset() == 0 else self._at(t)
 
     def _at(self, t: Tensor) -> int:
         """The number of a tensor that lies as t does."""
@@ -340,6 +349,13 @@ def attempt(function: Any, *arguments: Any) -> bool:
     address = ctypes.cast(function, ctypes.c_void_p).value or 0
     recording.call(address, arguments, may_refuse=True)
     return True
+
+
+def claim(t: Tensor) -> None:
+    """Say that what follows writes to a tensor of the caller's; where nothing records, nothing."""
+    recording = active()
+    if recording is not None:
+        recording.claim(t)
 
 
 def _passed(argument: Any) -> Any:

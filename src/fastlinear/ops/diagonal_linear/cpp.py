@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common import cpp_build, cpu_allocator
+from fastlinear.ops.common import cpp_build, cpu_allocator, recorder
 from fastlinear.ops.common.activations import CODES
 from fastlinear.ops.diagonal_linear.reference import Gradients, Needs
 
@@ -70,7 +70,7 @@ def forward(
     if x.numel() == 0:
         return y
     call = described(x, activation, residual, new=out is None)
-    _library().fastlinear_diagonal_forward(call, *map(_address, (x, weight, bias, residual, y)))
+    recorder.run(_library().fastlinear_diagonal_forward, call, x, weight, bias, residual, y)
     return y
 
 
@@ -103,7 +103,7 @@ def backward(
     x = dy if x is None else unit(x)  # without an activation and dw its values do not matter
     weight = dy[0] if weight is None else weight  # nor do these without dx
     call = described(x, activation, None, new=True)
-    _library().fastlinear_diagonal_backward(call, *map(_address, (dy, x, weight, bias, dx, dw, db)))
+    recorder.run(_library().fastlinear_diagonal_backward, call, dy, x, weight, bias, dx, dw, db)
     return dx, dw, db
 
 
@@ -124,26 +124,12 @@ def described(x: Tensor, activation: str, residual: Tensor | None, *, new: bool)
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
-def forward_address() -> int:
-    """Address of ``fastlinear_diagonal_forward``, for the fast path's tapes."""
-    return cpp_build.address(_library().fastlinear_diagonal_forward)
-
-
-def backward_address() -> int:
-    """Address of ``fastlinear_diagonal_backward``, for the fast path's tapes."""
-    return cpp_build.address(_library().fastlinear_diagonal_backward)
-
-
 def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
 def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return cpu_allocator.empty(shape, like.dtype)
-
-
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
 
 
 def unit(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from fastlinear.op.front import Front, choices
 from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
 from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
-from fastlinear.ops.common import calls
+from fastlinear.ops.common import calls, recorded, recorder
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.diagonal_linear import reference, tape
 from fastlinear.ops.diagonal_linear.autograd import Formula, applied
@@ -58,7 +58,7 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
     plan = _inference(backend.load(), activation)
     if calls.is_captured(x):
         return Resolved(plan, plan)
-    return Resolved(plan, plan, partial(tape.inference, backend.name, activation, plan))
+    return Resolved(plan, plan, partial(recorded.inference, plan))
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
@@ -68,8 +68,7 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     plan = applied(formula)
     if calls.is_captured(x):
         return Resolved(plan, plan)
-    training = tape.Training(formula, forward.name, backward.name)
-    return Resolved(plan, plan, partial(tape.node, training))
+    return Resolved(plan, plan, partial(tape.node, formula))
 
 
 def _all_eager(chosen: tuple[Choice, ...]) -> bool:
@@ -234,6 +233,7 @@ def _resolve_out(arguments: Arguments, _: bool, autocast: bool) -> Resolved:
     def plan(x: Tensor, weight: Tensor, rest: tuple[Any, ...]) -> Tensor:
         bias, residual, out = rest
         validate_out(out, x, x.dtype, (x, weight, bias, residual))
+        recorder.claim(out)
         weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
         k = x.shape[-1]
         rows = None if residual is None else residual.reshape(-1, k)
@@ -242,7 +242,7 @@ def _resolve_out(arguments: Arguments, _: bool, autocast: bool) -> Resolved:
             torch.autograd.graph.increment_version(out)
         return out  # type: ignore[no-any-return]
 
-    return Resolved(plan, plan, partial(tape.into, name, activation, plan))
+    return Resolved(plan, plan, partial(recorded.inference, plan))
 
 
 def _compiled_out(arguments: Arguments, grad: bool) -> Tensor:

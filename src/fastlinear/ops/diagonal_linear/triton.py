@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fastlinear.core.device import device_facts
 from fastlinear.ops.common.early_launch import EarlyLaunch, begins_early
-from fastlinear.ops.common.fastpath_launch import FastpathLaunch, Y
 from fastlinear.ops.diagonal_linear.reference import Gradients, Needs
 from fastlinear.ops.diagonal_linear.triton_config import (
     Cut,
@@ -62,31 +61,6 @@ def forward(
     return y
 
 
-def fastpath_launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
-) -> FastpathLaunch | None:
-    """The launch of such a forward, which has run on new memory, for the compiled fast path."""
-    found = launch_of(x, weight, bias, activation, residual)
-    places = (0, 1, None if bias is None else 2, None if residual is None else 3, Y)
-    return None if found is None else found.in_fastpath(places)
-
-
-def launch_of(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    out: Tensor | None = None,
-) -> EarlyLaunch | None:
-    """The launch of such a forward, which has run, on new memory unless ``out`` is given; None
-    where it was forgotten."""
-    bits = 0 if out is None else out.data_ptr() & 15
-    key = _forward_key(x, weight, bias, activation, residual, None, bits)
-    launch: EarlyLaunch | None = _plans.get(key)
-    return launch
-
-
 def backward(
     dy: Tensor,
     x: Tensor | None,
@@ -127,25 +101,6 @@ def backward(
         plan = _remember(key, _Backward(dy, x, activation, needs, config))
     plan.run(dy, x, weight, bias, dx, dw, db)
     return dx, dw, db
-
-
-def backward_of(
-    dy: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    needs: Needs,
-) -> _Backward | None:
-    """The launches of such a backward, which has run; None where they were forgotten."""
-    acts = activation != "none"
-    x = x if acts or needs[1] else None
-    weight = weight if acts or needs[0] else None
-    bias = bias if acts else None
-    found: _Backward | None = _plans.get(
-        _backward_key(dy, x, weight, bias, activation, needs, None)
-    )
-    return found
 
 
 def _backward_key(

@@ -65,7 +65,7 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         )
     backend = chosen[0].backend
     plan = _inference(backend.load(), activation, layout)
-    return Resolved(plan, plan, lambda *given: recorded.inference(plan, given))
+    return Resolved(plan, plan, partial(recorded.inference, plan))
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
