@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common import cpp_build, recorder
 from fastlinear.ops.common.activations import CODES
 
 SOURCE = Path(__file__).with_name("elementwise.cpp")
@@ -36,10 +36,7 @@ def activate(name: str, pre: Tensor, out: Tensor) -> None:
     Raises:
         UnsupportedError: the library cannot be compiled or loaded.
     """
-    code = _library().fastlinear_act(
-        CODES[name], pre.data_ptr(), out.data_ptr(), pre.numel(), torch.get_num_threads()
-    )
-    assert code == 0
+    assert not recorder.run(_library().fastlinear_act, CODES[name], pre, out, pre.numel())
 
 
 def activate_with_bias(
@@ -52,17 +49,8 @@ def activate_with_bias(
         UnsupportedError: the library cannot be compiled or loaded.
     """
     m, n = product.shape
-    code = _library().fastlinear_act_bias(
-        CODES[name],
-        product.data_ptr(),
-        bias.data_ptr(),
-        out.data_ptr(),
-        0 if pre is None else pre.data_ptr(),
-        m,
-        n,
-        torch.get_num_threads(),
-    )
-    assert code == 0
+    function = _library().fastlinear_act_bias
+    assert not recorder.run(function, CODES[name], product, bias, out, pre, m, n)
 
 
 def differentiate(
@@ -77,19 +65,8 @@ def differentiate(
     dpre = torch.empty_like(dy)
     db = dy.new_empty(n) if need_sums else None
     partials = dy.new_empty((_CHUNKS, n), dtype=torch.float64) if need_sums else None
-    code = _library().fastlinear_dact(
-        CODES[name],
-        dy.data_ptr(),
-        saved.data_ptr(),
-        dpre.data_ptr(),
-        0 if db is None else db.data_ptr(),
-        0 if partials is None else partials.data_ptr(),
-        m,
-        n,
-        _CHUNKS,
-        torch.get_num_threads(),
-    )
-    assert code == 0
+    given = dy, saved, dpre, db, partials, m, n, _CHUNKS
+    assert not recorder.run(_library().fastlinear_dact, CODES[name], *given)
     return dpre, db
 
 
@@ -97,7 +74,8 @@ def differentiate(
 def _library() -> ctypes.CDLL:
     library = cpp_build.load(SOURCE)
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    library.fastlinear_act.argtypes = [number, pointer, pointer, size, number]
-    library.fastlinear_act_bias.argtypes = [number, *[pointer] * 4, size, size, number]
-    library.fastlinear_dact.argtypes = [number, *[pointer] * 5, size, size, size, number]
+    library.fastlinear_act.argtypes = [number, pointer, pointer, size]
+    library.fastlinear_act_bias.argtypes = [number, *[pointer] * 4, size, size]
+    library.fastlinear_dact.argtypes = [number, *[pointer] * 5, size, size, size]
+    cpp_build.ask_torch_for_threads(library.fastlinear_elementwise_threads)
     return library

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common import cpp_build, recorder
 
 SOURCE = Path(__file__).with_name("gemm.cpp")
 
@@ -42,15 +42,9 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if not (m and n and k):
         return a.new_zeros(m, n)
     c = a.new_empty(m, n)
-    _library().fastlinear_gemm(
-        *(a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride(), c.data_ptr(), n, m, n, k)
-    )
+    function = _library().fastlinear_gemm
+    recorder.run(function, a, *a.stride(), b, *b.stride(), c, n, m, n, k)
     return c
-
-
-def address() -> int:
-    """Where the library's ``fastlinear_gemm`` lies, for the fast path's tapes."""
-    return cpp_build.address(_library().fastlinear_gemm)
 
 
 @lru_cache(maxsize=1)

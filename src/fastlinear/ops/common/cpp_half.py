@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.device import cpu_flags
-from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common import cpp_build, recorder
 from fastlinear.ops.common.activations import CODES
 
 SOURCE = Path(__file__).with_name("half.cpp")
@@ -55,11 +55,9 @@ def layer(
     pre = x.new_empty(m, n) if save_pre else None
     bias = None if bias is None else bias.contiguous()
     if y.numel():
-        _library().fastlinear_half(
-            *(CODES[activation], x.dtype is torch.bfloat16),
-            *(x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0)),
-            *(_memory(bias), y.data_ptr(), _memory(pre), m, k, n),
-        )
+        kind = CODES[activation], int(x.dtype is torch.bfloat16)
+        given = x, x.stride(0), weight, weight.stride(0), bias, y, pre, m, k, n
+        recorder.run(_library().fastlinear_half, *kind, *given)
     return y, pre
 
 
@@ -81,16 +79,10 @@ def gated(
     h = x.new_empty(m, n)
     step = next((b.stride(0) for b in (gate_bias, up_bias) if b is not None), 1)
     if h.numel():
-        _library().fastlinear_half_gated(
-            *(CODES[activation], x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0)),
-            *(gate.data_ptr(), up.data_ptr(), gate.stride(0)),
-            *(_memory(gate_bias), _memory(up_bias), step, h.data_ptr(), m, k, n),
-        )
+        kind = CODES[activation], int(x.dtype is torch.bfloat16)
+        given = x, x.stride(0), gate, up, gate.stride(0), gate_bias, up_bias, step, h, m, k, n
+        recorder.run(_library().fastlinear_half_gated, *kind, *given)
     return h
-
-
-def _memory(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
 
 
 @lru_cache(maxsize=1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,14 +28,21 @@ class Prepared:
         launch: the launch; nothing else uses its memory.
         device: the ordinal of its device.
         places: arguments, each with the number of the tensor whose address it holds.
+        masks: number of a tensor → the address bits that must stay as they are, 15 if left out.
     """
 
     def __init__(
-        self, launch: driver.Launch, device: int, places: Sequence[tuple[Place, int]]
+        self,
+        launch: driver.Launch,
+        device: int,
+        places: Sequence[tuple[Place, int]],
+        masks: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self._launch = launch
         self._device = device
         self._places = [(p, i) for p, i in places if not isinstance(p, driver.NoTensorMap)]
+        self._masks = [masks.get(i, recorder.ALIGNMENT) for _, i in self._places]
+        self._ran = False
         self._lock = threading.Lock()
 
     def __call__(self, *tensors: Tensor | None) -> None:
@@ -49,6 +57,7 @@ class Prepared:
             self._run(tensors)
 
     def _run(self, tensors: Sequence[Tensor | None]) -> None:
+        self._ran = True
         with self._lock:  # the driver copies the arguments before it returns
             for place, which in self._places:
                 tensor = tensors[which]
@@ -60,10 +69,11 @@ class Prepared:
             self._launch.run(torch._C._cuda_getCurrentRawStream(self._device))
 
     def _record(self, recording: recorder.Recording, tensors: Sequence[Tensor | None]) -> None:
+        assert not self._ran, "a recorded launch has memory of its own; see Plans"
         launch = self._launch
         found = [
-            (place, *recording.memory(t))
-            for place, which in self._places
+            (place, mask, *recording.memory(t))
+            for (place, which), mask in zip(self._places, self._masks, strict=True)
             if (t := tensors[which]) is not None
         ]
         recording.launch(
@@ -71,11 +81,12 @@ class Prepared:
                 launch._handle or 0,
                 launch._config_ref,
                 launch._slots_ref,
-                tuple((place, number) for place, number, _ in found),
+                tuple((place, number) for place, _, number, _ in found),
                 (),
                 self,
                 offsets=tuple(offset for *_, offset in found),
-            )
+            ),
+            [mask for _, mask, *_ in found],
         )
 
 

@@ -99,8 +99,8 @@ def inference(plan: Callable[..., Tensor], *leading: Any) -> Any:
 def _one_launch(spec: tuple[Any, ...], plan: Callable[..., Tensor], tensors: Sequence[Any]) -> Any:
     """The table's own plan where a tape is one launch, whose result has the shape of x but for its
     last size; else None."""
-    steps, (y,), masks, *_ = spec
-    if [step[0] for step in steps] != ["empty", "kernel"] or y != steps[0][1]:
+    steps, (y,), masks, _, stream, _ = spec
+    if stream is not None or [step[0] for step in steps] != ["empty", "kernel"] or y != steps[0][1]:
         return None
     x, (dtype, _, shape) = tensors[0], steps[0][2:]
     if recorder.SCALAR_TYPES[x.dtype] != dtype or shape[:-1] != tuple(x.shape[:-1]):
@@ -135,6 +135,8 @@ def _nested(tensors: Sequence[Any], like: Sequence[Any]) -> list[Any]:
     """The tensors as leading arguments, of the structure of others."""
     left = iter(tensors)
     return [
-        type(given)(next(left) for _ in given) if isinstance(given, tuple | list) else next(left)
+        (list if isinstance(given, list) else tuple)([next(left) for _ in given])
+        if isinstance(given, tuple | list)
+        else next(left)
         for given in like
     ]

@@ -1,9 +1,9 @@
 """The recorder: a run of a backend becomes a tape, which the compiled fast path runs from then on.
 
-While it records, launches and calls of compiled libraries append themselves instead of running, and
-PyTorch's ops append themselves and run, so that what follows has tensors to go on with. So a
-backend is written once, as Python. What it decides from shapes, strides and addresses is decided
-for good; the fast path asks for another tape where these differ.
+Nothing is computed meanwhile: launches, calls of compiled libraries and PyTorch's ops append
+themselves, and their results are tensors of no memory, with a shape, strides and an address. So a
+backend is written once, as Python. What it decides from those is decided for good; the fast path
+asks for another tape where they differ.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ SCALAR_TYPES = {
     torch.bfloat16: 15,
 }
 """Numbers of c10::ScalarType."""
-_ALIGNMENT = 15  # address bits that a kernel was made for
+_PAGE = 1 << 12
+ALIGNMENT = 15
+"""Address bits that kernels are made for, unless they say otherwise."""
 _EMPTY = frozenset(f"aten::{n}" for n in ("empty", "empty_like", "empty_strided", "new_empty"))
 _ZEROS = frozenset(f"aten::{n}" for n in ("zeros", "zeros_like", "new_zeros"))
 
@@ -79,6 +81,7 @@ class Recording(TorchDispatchMode):
         self._owners: list[Any] = []
         self._alive: list[Tensor] = []  # so that no storage's address is taken again
         self._memory: dict[int, _Memory] = {}
+        self._free = _PAGE  # addresses of tensors that steps make are as aligned as theirs will be
         self._given = [None if t is None else self._as_given(i, t) for i, t in enumerate(given)]
         self._like = next(i for i, t in enumerate(given) if t is not None)
         self._written: set[int] = set()
@@ -92,18 +95,18 @@ class Recording(TorchDispatchMode):
     # ---------------------------------------------------------------------------------------
     # What backends call
 
-    def launch(self, kernel: FastpathLaunch | None, *, anywhere: bool = False) -> None:
+    def launch(self, kernel: FastpathLaunch | None, masks: Sequence[int] | None = None) -> None:
         """A kernel's launch, whose tensors are numbers of :meth:`memory`; None has no steps.
 
-        Tensors that were given must stay as aligned as they are, but for a kernel that reads them
-        from ``anywhere``.
+        ``masks`` are the address bits of each tensor that must stay as they are; None for 15.
         """
         if kernel is None:
             raise NotRecordable("a launch that only Python makes")
         self._steps.append(["kernel", kernel.kernel()])
-        for _, number in kernel.tensors:
-            if number < len(self._masks) and not anywhere:
-                self._masks[number] = _ALIGNMENT
+        needed = masks or [ALIGNMENT] * len(kernel.tensors)
+        for (_, number), mask in zip(kernel.tensors, needed, strict=True):
+            if number < len(self._masks):
+                self._masks[number] |= mask
 
     def memory(self, t: Tensor) -> tuple[int, int]:
         """The number of the tensor whose memory t lies in, and how many bytes behind its first."""
@@ -143,7 +146,10 @@ class Recording(TorchDispatchMode):
 
     def only_at(self, t: Tensor) -> None:
         """The tape serves only calls whose tensor, a given one, lies where t does."""
-        self._masks[self.memory(t)[0]] = -1
+        number = self._home(t).number
+        if number >= len(self._masks):
+            raise NotRecordable("a launch made for an address of its own")
+        self._masks[number] = -1
 
     def only_on(self, stream: int) -> None:
         """The tape may run on this raw stream only."""
@@ -155,7 +161,8 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        arguments = bound(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        arguments = bound(func, args, kwargs)
         schema = func._schema
         written = [
             value
@@ -163,38 +170,44 @@ class Recording(TorchDispatchMode):
             if facts.alias_info is not None and facts.alias_info.is_write and value is not None
         ]
         if written:
-            return self._write(func, args, kwargs or {}, arguments, written)
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self._alive.append(result)
-            if _key(result) in self._memory:
-                return result  # a view, or the tensor itself
-            if schema.name in _EMPTY:
-                self._new(result)
-            elif schema.name in _ZEROS:
-                self._steps.append(["aten", None, "aten::zero_", "", (self._new(result),)])
-                self._steps[-1][1] = self._number()
-            else:
-                self._compute(func, arguments, result)
-        elif isinstance(result, tuple | list):
-            if any(_key(t) not in self._memory for t in result):
-                raise NotRecordable(f"{schema.name} has more than one result")
-            self._alive += result
-        return result
+            return self._write(func, arguments, written)
+        shadows: dict[int, Tensor] = {}
+        without = {name: _shadow(a, shadows) for name, a in kwargs.items()}
+        if without.get("device") is not None:
+            without["device"] = torch.device("meta")
+        try:
+            found = func(*(_shadow(a, shadows) for a in args), **without)
+        except (NotImplementedError, RuntimeError) as error:
+            raise NotRecordable(f"{schema.name} wants memory") from error
+        results = found if isinstance(found, tuple | list) else [found]
+        of_inputs = {_key(t) for t in shadows.values()}
+        if all(isinstance(t, Tensor) and _key(t) in of_inputs for t in results):
+            result = func(*args, **kwargs)  # views, for which no memory is read
+            self._alive += [result] if isinstance(result, Tensor) else result
+            return result
+        if not isinstance(found, Tensor):
+            raise NotRecordable(f"{schema.name} has another result than one tensor")
+        tensors = (a.device for a in arguments if isinstance(a, Tensor))
+        device = kwargs.get("device") or next(tensors, torch.get_default_device())
+        made = self._nowhere(found, torch.device(device))
+        if schema.name in _EMPTY:
+            self._new(made)
+        elif schema.name in _ZEROS:
+            memory = self._new(made)
+            self._steps.append(["aten", self._number(), "aten::zero_", "", (memory,)])
+        else:
+            self._compute(func, arguments, made)
+        return made
 
-    def _write(
-        self, func: Any, args: Any, kwargs: Any, arguments: tuple[Any, ...], written: list[Tensor]
-    ) -> Any:
+    def _write(self, func: Any, arguments: tuple[Any, ...], written: list[Tensor]) -> Tensor:
         if len(written) != 1 or len(func._schema.returns) != 1:
             raise NotRecordable(f"{func._schema.name} writes to more than one tensor")
         target = written[0]
-        home = self._home(target)
         self.claim(target)
         special = _IN_PLACE.get(str(func))
         if special is None or not special(self, arguments, target):
             self._compute(func, arguments, None)
-        # what was given has been written to before
-        return target if home.step is None else func(*args, **kwargs)
+        return target
 
     def _compute(self, func: Any, arguments: tuple[Any, ...], result: Tensor | None) -> None:
         """A step of an op of PyTorch, whose result, if any, is new memory."""
@@ -229,12 +242,21 @@ class Recording(TorchDispatchMode):
 
     def _as_given(self, number: int, t: Tensor) -> Tensor:
         """The tensor in a storage of its own, so that it is told from others in its memory."""
-        size = _extent(t) * t.element_size()
-        storage = torch._C._construct_storage_from_data_pointer(t.data_ptr(), t.device, size)
-        alias = torch.empty(0, dtype=t.dtype, device=t.device)
-        alias.set_(storage, 0, t.shape, t.stride())
+        alias = self._nowhere(t, t.device, t.data_ptr())
         self._memory[_key(alias)] = _Memory.of(number, alias)
         return alias
+
+    def _nowhere(self, like: Tensor, device: torch.device, address: int | None = None) -> Tensor:
+        """A tensor of that kind whose memory is not to be touched."""
+        size = _extent(like) * like.element_size()
+        if address is None:
+            address = self._free
+            self._free += -(-size // _PAGE) * _PAGE + _PAGE
+        storage = torch._C._construct_storage_from_data_pointer(address, device, size)
+        made = torch.empty(0, dtype=like.dtype, device=device)
+        made.set_(storage, 0, like.shape, like.stride())
+        self._alive.append(made)
+        return made
 
     def _number(self) -> int:
         self._count += 1
@@ -307,8 +329,8 @@ def record(
 ) -> tuple[Any, ...] | None:
     """A function of tensors as a tape, or None where something it does has no steps.
 
-    It must have run on such tensors, so that kernels are compiled. Nothing of ours runs now, and
-    nothing that was given is written to.
+    It must have run on such tensors, so that kernels are compiled. Nothing runs now, and no memory
+    is read, written or taken.
 
     Args:
         function: the given tensors → results, None among both.
@@ -326,15 +348,18 @@ def record(
             with recording:
                 results = function(*recording._given)
             return recording.spec(results, spent)
-        except (NotRecordable, torch.OutOfMemoryError):
+        except NotRecordable:
             return None
         finally:
             _recording.now = before
 
 
 def run(function: Any, *arguments: Any) -> Any:
-    """Call a C function, or record the call: arguments are numbers, tensors for their memory, None
-    for null, and objects of ctypes for theirs."""
+    """Call a C function, or record the call.
+
+    Arguments are numbers, tensors for their memory, lists of tensors for an array of such, None for
+    null, and objects of ctypes for theirs.
+    """
     recording = active()
     if recording is not None:
         return recording.call(ctypes.cast(function, ctypes.c_void_p).value or 0, arguments)
@@ -361,7 +386,24 @@ def claim(t: Tensor) -> None:
 def _passed(argument: Any) -> Any:
     if argument is None:
         return 0
+    if isinstance(argument, list):
+        addresses = [0 if t is None else t.data_ptr() for t in argument]
+        return (ctypes.c_void_p * len(addresses))(*addresses)
     return argument.data_ptr() if isinstance(argument, Tensor) else argument
+
+
+def _shadow(value: Any, shadows: dict[int, Tensor]) -> Any:
+    """An argument with tensors on no memory in place of others, the same for the same."""
+    if isinstance(value, Tensor):
+        if id(value) not in shadows:
+            shape, strides = value.shape, value.stride()
+            shadows[id(value)] = torch.empty_strided(
+                shape, strides, dtype=value.dtype, device="meta"
+            )
+        return shadows[id(value)]
+    if isinstance(value, list | tuple):
+        return type(value)(_shadow(v, shadows) for v in value)
+    return value
 
 
 def _key(t: Tensor) -> int:

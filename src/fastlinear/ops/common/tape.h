@@ -79,7 +79,7 @@ struct Step {
     int64_t number = 0;
     std::vector<int64_t> tensors = {};
   };
-  static constexpr size_t kMaxArguments = 12;
+  static constexpr size_t kMaxArguments = 16;
   Kind kind;
   int64_t n[7] = {0, 0, 0, 0, 0, 0, 0};
   std::vector<int64_t> sizes;
@@ -323,7 +323,7 @@ class Tape {
   template <class Result>
   static Result call(const Step& s, const Tensors& r) {
     using N = int64_t;
-    using Function = Result (*)(N, N, N, N, N, N, N, N, N, N, N, N);
+    using Function = Result (*)(N, N, N, N, N, N, N, N, N, N, N, N, N, N, N, N);
     N a[Step::kMaxArguments] = {};
     c10::SmallVector<c10::SmallVector<N, 16>, 4> arrays;
     arrays.reserve(s.arguments.size());
@@ -343,7 +343,8 @@ class Tape {
       }
     }
     return reinterpret_cast<Function>(s.function)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7],
-                                                  a[8], a[9], a[10], a[11]);
+                                                  a[8], a[9], a[10], a[11], a[12], a[13], a[14],
+                                                  a[15]);
   }
 
   // Tensors that steps made, and those that are spent, are given back after their last use, as

@@ -89,7 +89,7 @@ class Launch:
         """Launch on the current stream of the tensors' device, or record the launch."""
         recording = recorder.active()
         if recording is not None:
-            recording.launch(self._recorded(recording, tensors), anywhere=False)
+            recording.launch(self._recorded(recording, tensors))
             return
         if self._fastpath is not None and self._fastpath(*tensors):
             return

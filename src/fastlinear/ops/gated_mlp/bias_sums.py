@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.hopper import WORDS, EarlyLaunch
-from fastlinear.ops.gated_mlp.cuda_plans import Plan, compiled, readable, run
+from fastlinear.ops.common.prepared import Prepared
+from fastlinear.ops.gated_mlp.cuda_plans import compiled, launch_of, readable, run
 from fastlinear.ops.gated_mlp.products import Sums
 from fastlinear.ops.gated_mlp.stacking import halves
 
@@ -83,7 +84,7 @@ def _add_up(tensors: Sequence[Tensor | None], like: Tensor) -> None:
     run(key, lambda: sums_plan(tensors, like), like, tensors)
 
 
-def sums_plan(tensors: Sequence[Any], like: Tensor) -> Plan:
+def sums_plan(tensors: Sequence[Any], like: Tensor) -> Prepared:
     """The launch that finishes bias gradients for tensors laid out as these are: sums (2, rows, H),
     gradients of the gate's and the up projection's bias, shares (rows, N) and the gradient of the
     down projection's, each of them or None. ``like`` has the dtype and the device of gradients."""
@@ -95,10 +96,10 @@ def sums_plan(tensors: Sequence[Any], like: Tensor) -> Plan:
     kernel = _kernel("gated_bias_sums", like)
     launch = EarlyLaunch(kernel, _THREADS, 1, [*slots, *counts])
     launch.set_grid(2 * -(-size // _COLUMNS) + -(-n // _COLUMNS))
-    return Plan(launch, slots)
+    return launch_of(launch, like, slots)
 
 
-def shares_plan(tensors: Sequence[Any]) -> Plan:
+def shares_plan(tensors: Sequence[Any]) -> Prepared:
     """The launch that adds up shares of dy, for tensors laid out as these are: dy (M, N), readable,
     and its shares."""
     dy, shares = tensors
@@ -109,7 +110,7 @@ def shares_plan(tensors: Sequence[Any]) -> Plan:
     launch = driver.Launch(kernel, _THREADS, 1, [*slots, *counts])
     tasks = len(shares) * -(-n // _TASK_COLUMNS)
     launch.set_grid(-(-tasks // (_THREADS // 32)))
-    return Plan(launch, slots)
+    return launch_of(launch, dy, slots)
 
 
 def source(dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import cpp_build, cpu_allocator
+from fastlinear.ops.common import cpp_build, cpu_allocator, recorder
 from fastlinear.ops.common.activations import CODES
 from fastlinear.ops.gated_mlp.stacking import Pre, empty_like, halves, split_pre
 
@@ -40,15 +40,9 @@ def forward(pre: Pre, activation: str, order: str, over: bool = False) -> Tensor
     h = gate if over and order == "apart" else cpu_allocator.empty(gate.shape, gate.dtype)
     if not gate.numel():
         return h
-    code = _library().fastlinear_gate_forward(
-        CODES[activation],
-        gate.dtype is torch.bfloat16,
-        *(t.data_ptr() for t in (gate, up, h)),
-        *gate.shape,
-        *_strides(pre, order),
-        torch.get_num_threads(),
-    )
-    assert code == 0
+    kind = CODES[activation], int(gate.dtype is torch.bfloat16)
+    given = gate, up, h, *gate.shape, *_strides(pre, order)
+    assert not recorder.run(_library().fastlinear_gate_forward, *kind, *given)
     return h
 
 
@@ -88,17 +82,10 @@ def backward(
     sum_gate, sum_up = sums
     if order != "apart" and sum_gate is not None:
         sum_gate, sum_up = halves(sum_gate, None, order, 0)
-    code = _library().fastlinear_gate_backward(
-        CODES[activation],
-        dh.dtype is torch.bfloat16,
-        *(t.data_ptr() for t in (dh, gate, up, dgate, dup, h)),
-        *(0 if t is None else t.data_ptr() for t in (sum_gate, sum_up)),
-        *gate.shape,
-        *_strides(pre, order),
-        _CHUNKS,
-        torch.get_num_threads(),
-    )
-    assert code == 0
+    kind = CODES[activation], int(dh.dtype is torch.bfloat16)
+    tensors = dh, gate, up, dgate, dup, h, sum_gate, sum_up
+    numbers = *gate.shape, *_strides(pre, order), _CHUNKS
+    assert not recorder.run(_library().fastlinear_gate_backward, *kind, *tensors, *numbers)
     return dpre, h, sums  # type: ignore[return-value]
 
 
@@ -112,6 +99,7 @@ def _library() -> ctypes.CDLL:
     library = cpp_build.load(SOURCE)
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     flags = [number, number]
-    library.fastlinear_gate_forward.argtypes = [*flags, *[pointer] * 3, *[size] * 4, number]
-    library.fastlinear_gate_backward.argtypes = [*flags, *[pointer] * 8, *[size] * 5, number]
+    library.fastlinear_gate_forward.argtypes = [*flags, *[pointer] * 3, *[size] * 4]
+    library.fastlinear_gate_backward.argtypes = [*flags, *[pointer] * 8, *[size] * 5]
+    cpp_build.ask_torch_for_threads(library.fastlinear_gate_threads)
     return library

@@ -31,10 +31,11 @@ from fastlinear.ops.common.hopper import (
     device_source,
     operand_layout,
 )
+from fastlinear.ops.common.prepared import Place, Prepared
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.bias_sums import bias_gradients, column_sums, empty_shares, share_of
 from fastlinear.ops.gated_mlp.cuda_config import Config, config_for
-from fastlinear.ops.gated_mlp.cuda_plans import Plan, Slot, compiled, readable, run
+from fastlinear.ops.gated_mlp.cuda_plans import compiled, launch_of, readable, run
 from fastlinear.ops.gated_mlp.problem import has_down
 from fastlinear.ops.gated_mlp.products import PYTORCH, Sums, backward_through_down
 from fastlinear.ops.gated_mlp.stacking import (
@@ -160,12 +161,12 @@ def gate(
     return h
 
 
-def gate_plan(tensors: Sequence[Any], activation: str, save: bool, config: Config) -> Plan:
+def gate_plan(tensors: Sequence[Any], activation: str, save: bool, config: Config) -> Prepared:
     """The launch of ``gate`` for tensors laid out as these are: x, two weights, h, two
     pre-activations (h where ``save`` is not asked for), two biases or None."""
     x, h, biases = tensors[0], tensors[3], tensors[6:]
     (m, k), size, half = x.shape, h.shape[1], config.bn // 2
-    slots: list[Slot] = [
+    slots: list[Place] = [
         _operand(x, config.bm),
         *(_operand(w, half) for w in tensors[1:3]),
         *(_output(t, 32) for t in tensors[3:6]),
@@ -177,7 +178,7 @@ def gate_plan(tensors: Sequence[Any], activation: str, save: bool, config: Confi
         "SAVE": int(save),
     }
     kernel = _kernel("forward", config, x, activation, macros, False)
-    return _product(kernel, config, slots, (size, *_tiles(config, m, half, size, k)))
+    return _product(kernel, config, x, slots, (size, *_tiles(config, m, half, size, k)))
 
 
 def down_projection(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -263,13 +264,15 @@ def sums_rows(config: Config, m: int, n: int, size: int) -> int:
     return tiles * config.cluster * config.bm // config.rows_per_consumer * 4
 
 
-def through_plan(tensors: Sequence[Any], activation: str, needs_h: bool, config: Config) -> Plan:
+def through_plan(
+    tensors: Sequence[Any], activation: str, needs_h: bool, config: Config
+) -> Prepared:
     """The launch of ``through_down`` for tensors laid out as these are: dy, the down weight, two
     pre-activations, their two gradients, h (any other where ``needs_h`` is not asked for), the sums
     or None, dy and its shares or None twice."""
     dy, down, sums, shares = tensors[0], tensors[1], tensors[7], tensors[9]
     (m, n), size = dy.shape, down.shape[1]
-    slots: list[Slot] = [
+    slots: list[Place] = [
         _operand(dy, config.bm),
         driver.TensorMap(
             *(HALF_DTYPES[dy.dtype], n, size, down.stride(0), BK // config.cluster, 64),
@@ -283,18 +286,22 @@ def through_plan(tensors: Sequence[Any], activation: str, needs_h: bool, config:
     kernel = _kernel("backward", config, dy, activation, macros, True)
     tiles = _tiles(config, m, config.bn, size, n)
     rows = m, n, dy.stride(0), share_of(m)
-    return _product(kernel, config, slots, (sums_rows(config, m, n, size), size, *rows, *tiles))
+    return _product(kernel, config, dy, slots, (sums_rows(config, m, n, size), size, *rows, *tiles))
 
 
 def _product(
-    kernel: driver.Kernel, config: Config, slots: Sequence[Slot], counts: Sequence[int]
-) -> Plan:
+    kernel: driver.Kernel,
+    config: Config,
+    like: Tensor,
+    slots: Sequence[Place],
+    counts: Sequence[int],
+) -> Prepared:
     """The launch of a product; the counts end with its tiles."""
     arguments = [*slots, *(ctypes.c_int(count) for count in counts)]
     launch = EarlyLaunch(kernel, THREADS, config.cluster, arguments)
     tiles = counts[-3] * counts[-2]
     launch.set_grid(min(tiles, launch.max_clusters()) * config.cluster)
-    return Plan(launch, slots)
+    return launch_of(launch, like, slots)
 
 
 _downs: dict[Any, tuple[str, Callable[..., Any]]] = {}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,34 +10,10 @@ from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.hopper import ARCH, operand_layout
+from fastlinear.ops.common.prepared import Place, Plans, Prepared
 
-_MAX_PLANS = 1024
-
-Slot = driver.TensorMap | ctypes.c_void_p
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One prepared launch: fixed shapes and layouts, any addresses."""
-
-    launch: driver.Launch
-    slots: Sequence[Slot]
-
-    def run(self, tensors: Sequence[Tensor | None], stream: int) -> None:
-        """Launch on tensors of the same kind, in the order of the slots."""
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            address = 0 if tensor is None else tensor.data_ptr()
-            if isinstance(slot, driver.TensorMap):
-                slot.point_at(address)
-            else:
-                slot.value = address
-        self.launch.run(stream)
-
-
-lock = threading.Lock()
-"""Held while a launch is made."""
 _kernels: dict[Any, driver.Kernel] = {}
-_plans: dict[Any, Plan] = {}
+_plans: Plans[Prepared] = Plans()
 
 
 def compiled(key: Any, name: str, shared: int, text: Callable[[], str]) -> driver.Kernel:
@@ -52,21 +25,22 @@ def compiled(key: Any, name: str, shared: int, text: Callable[[], str]) -> drive
     return kernel
 
 
-def run(key: Any, make: Callable[[], Plan], like: Tensor, tensors: Sequence[Tensor | None]) -> None:
-    index = like.device.index
-    if index != torch._C._cuda_getDevice():
-        with torch.cuda.device(index):
-            run(key, make, like, tensors)
-        return
-    with lock:
-        plan = _plans.get(key)
-        if plan is None:
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            driver.make_current(index)
-            with driver.loading_allowed():
-                plan = _plans[key] = make()
-        plan.run(tensors, torch._C._cuda_getCurrentRawStream(index))
+def run(
+    key: Any, make: Callable[[], Prepared], like: Tensor, tensors: Sequence[Tensor | None]
+) -> None:
+    """Launch on tensors what ``make`` prepares for those of their kind."""
+
+    def made() -> Prepared:
+        driver.make_current(like.device.index)
+        with torch.cuda.device(like.device), driver.loading_allowed():
+            return make()
+
+    _plans.of(key, made)(*tensors)
+
+
+def launch_of(launch: driver.Launch, like: Tensor, slots: Sequence[Place]) -> Prepared:
+    """A launch whose tensors' addresses these arguments hold, in order."""
+    return Prepared(launch, like.device.index, [(slot, i) for i, slot in enumerate(slots)])
 
 
 def readable(t: Tensor) -> Tensor:

@@ -11,7 +11,7 @@
 
 #include "../common/activations.h"
 
-#include <pthread.h>
+#include "../common/threads.h"
 
 #include <vector>
 
@@ -21,12 +21,7 @@ constexpr int64_t kBlock = 512;   // columns at a time: their numbers and sums s
 constexpr int64_t kRows = 8;      // rows summed in float32 before going to float64
 constexpr int64_t kAlone = 8192;  // numbers below which one thread is faster than waking more
 
-// In a forked process OpenMP still counts on the threads of the parent, and the thread that forked
-// would wait for them for ever. It computes alone.
-uint64_t forking_thread = 0;
-bool forked() { return forking_thread && forking_thread == uint64_t(pthread_self()); }
-[[maybe_unused]] const int fork_noticed =
-    pthread_atfork(nullptr, nullptr, [] { forking_thread = uint64_t(pthread_self()); });
+int threads_for(int64_t n) { return n > kAlone ? threads_worth(n) : 1; }
 
 using Bf16 = uint16_t;
 
@@ -50,10 +45,10 @@ inline Bf16 narrow<Bf16>(float x) {  // to the nearest, ties to even; NaN stays 
 }
 
 template <class A, class T, int kStep>
-void forward_all(const T* gate, const T* up, T* h, int64_t m, int64_t n, int64_t row,
-                 int threads) {
+void forward_all(const T* gate, const T* up, T* h, int64_t m, int64_t n, int64_t row) {
   const int64_t blocks = (n + kBlock - 1) / kBlock;
-#pragma omp parallel for schedule(static) num_threads(threads) if (m * n > kAlone && !forked())
+  const int threads = threads_for(m * n);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < m * blocks; ++t) {
     const int64_t i = t / blocks, j0 = t % blocks * kBlock;
     const int64_t w = n - j0 < kBlock ? n - j0 : kBlock;
@@ -85,13 +80,14 @@ inline void backward_row(const T* dh, const T* gate, const T* up, T* dgate, T* d
 
 template <class A, class T, int kStep>
 void backward_all(const T* dh, const T* gate, const T* up, T* dgate, T* dup, T* h, T* sum_gate,
-                  T* sum_up, int64_t m, int64_t n, int64_t row, int64_t most_chunks, int threads) {
+                  T* sum_up, int64_t m, int64_t n, int64_t row, int64_t most_chunks) {
   int64_t chunks = 1 + m * n / kAlone;
   if (chunks > most_chunks) chunks = most_chunks;
   if (chunks > m) chunks = m;
   const bool sums = sum_gate || sum_up;
   std::vector<double> partials(sums ? 2 * chunks * n : 0);
-#pragma omp parallel for schedule(static) num_threads(threads) if (m * n > kAlone && !forked())
+  const int threads = threads_for(m * n);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t c = 0; c < chunks; ++c) {
     const int64_t r0 = m * c / chunks, r1 = m * (c + 1) / chunks;
     double* total_g = partials.data() + 2 * c * n;
@@ -126,8 +122,8 @@ void backward_all(const T* dh, const T* gate, const T* up, T* dgate, T* dup, T* 
 
 template <class T>
 int forward(int which, const T* gate, const T* up, T* h, int64_t m, int64_t n, int64_t row,
-            int64_t step, int threads) {
-#define REST gate, up, h, m, n, row, threads
+            int64_t step) {
+#define REST gate, up, h, m, n, row
   return !with(which, [&](auto a) {
     using A = decltype(a);
     step == 1 ? forward_all<A, T, 1>(REST) : forward_all<A, T, 2>(REST);
@@ -138,8 +134,8 @@ int forward(int which, const T* gate, const T* up, T* h, int64_t m, int64_t n, i
 template <class T>
 int backward(int which, const T* dh, const T* gate, const T* up, T* dgate, T* dup, T* h,
              T* sum_gate, T* sum_up, int64_t m, int64_t n, int64_t row, int64_t step,
-             int64_t chunks, int threads) {
-#define REST dh, gate, up, dgate, dup, h, sum_gate, sum_up, m, n, row, chunks, threads
+             int64_t chunks) {
+#define REST dh, gate, up, dgate, dup, h, sum_gate, sum_up, m, n, row, chunks
   return !with(which, [&](auto a) {
     using A = decltype(a);
     step == 1 ? backward_all<A, T, 1>(REST) : backward_all<A, T, 2>(REST);
@@ -152,13 +148,15 @@ int backward(int which, const T* dh, const T* gate, const T* up, T* dgate, T* du
 // For a library loaded after the fork: the thread that the process began with.
 extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
 
+// count: how many threads torch would take in the thread that calls it.
+extern "C" void fastlinear_gate_threads(int (*count)()) { threads_of_torch = count; }
+
 // `half`: the numbers are bfloat16, else float32. step: 1 or 2.
 extern "C" int fastlinear_gate_forward(int which, int half, const void* gate, const void* up,
-                                       void* h, int64_t m, int64_t n, int64_t row, int64_t step,
-                                       int threads) {
+                                       void* h, int64_t m, int64_t n, int64_t row, int64_t step) {
 #define CALL(T)                                                                              \
   forward<T>(which, static_cast<const T*>(gate), static_cast<const T*>(up),                  \
-             static_cast<T*>(h), m, n, row, step, threads)
+             static_cast<T*>(h), m, n, row, step)
   return half ? CALL(Bf16) : CALL(float);
 #undef CALL
 }
@@ -167,12 +165,12 @@ extern "C" int fastlinear_gate_forward(int which, int half, const void* gate, co
 extern "C" int fastlinear_gate_backward(int which, int half, const void* dh, const void* gate,
                                         const void* up, void* dgate, void* dup, void* h,
                                         void* sum_gate, void* sum_up, int64_t m, int64_t n,
-                                        int64_t row, int64_t step, int64_t chunks, int threads) {
+                                        int64_t row, int64_t step, int64_t chunks) {
 #define CALL(T)                                                                                \
   backward<T>(which, static_cast<const T*>(dh), static_cast<const T*>(gate),                   \
               static_cast<const T*>(up), static_cast<T*>(dgate), static_cast<T*>(dup),         \
               static_cast<T*>(h), static_cast<T*>(sum_gate), static_cast<T*>(sum_up), m, n, row, \
-              step, chunks, threads)
+              step, chunks)
   return half ? CALL(Bf16) : CALL(float);
 #undef CALL
 }

@@ -21,7 +21,7 @@ from fastlinear.op import library
 from fastlinear.op.front import Front, choices
 from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
 from fastlinear.op.step import Step
-from fastlinear.ops.common import calls
+from fastlinear.ops.common import calls, recorded
 from fastlinear.ops.gated_mlp import reference, selection, tape
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP, as_rows
 from fastlinear.ops.gated_mlp.problem import NAME
@@ -105,10 +105,9 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         return Resolved(own, own, by_torch=True) if own_autograd else _train(arguments, chosen)
     backend = chosen[0].backend
     plan = _inference(backend.load(), activation, order)
-    if backend.name not in tape.BACKENDS or not x.is_cuda or calls.is_captured(x):
+    if not x.is_cuda or calls.is_captured(x):
         return Resolved(plan, plan)
-    names = backend.name, activation, order
-    return Resolved(plan, plan, partial(tape.inference, *names, plan))
+    return Resolved(plan, plan, partial(recorded.inference, plan))
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:

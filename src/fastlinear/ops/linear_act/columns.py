@@ -7,7 +7,6 @@ a cluster and add up what each of them summed. With a derivative to form, the Tr
 from __future__ import annotations
 
 import ctypes
-import threading
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.hopper import WORDS
+from fastlinear.ops.common.prepared import Prepared
 
 ARCH = "sm_90a"
 MIN_ROWS = 2048
@@ -78,20 +78,12 @@ class ColumnSums:
         driver.make_current(dy.device.index)
         with driver.loading_allowed():
             kernel = _kernel(dy.dtype, shape, dy.device.index)
-        self._lock = threading.Lock()
-        self._device = dy.device.index
-        self._dy, self._db = ctypes.c_void_p(0), ctypes.c_void_p(0)
+        places = [ctypes.c_void_p(0) for _ in "yb"]
         numbers = [ctypes.c_int(v) for v in (M, N, dy.stride(0))]
-        self._launch = driver.Launch(kernel, shape[1], _CLUSTER, [self._dy, self._db, *numbers])
-        self._launch.set_grid(-(-N // shape[0]) * _CLUSTER)
+        launch = driver.Launch(kernel, shape[1], _CLUSTER, [*places, *numbers])
+        launch.set_grid(-(-N // shape[0]) * _CLUSTER)
+        self._launch = Prepared(launch, dy.device.index, [(p, i) for i, p in enumerate(places)])
 
     def run(self, dy: Tensor, saved: Tensor | None, dpre: Tensor | None, db: Tensor | None) -> None:
         """Launch; db (N,) is contiguous, saved and dpre are None: as grad_pre's other plans."""
-        assert db is not None
-        if self._device != torch._C._cuda_getDevice():
-            with torch.cuda.device(self._device):
-                self.run(dy, saved, dpre, db)
-            return
-        with self._lock:
-            self._dy.value, self._db.value = dy.data_ptr(), db.data_ptr()
-            self._launch.run(torch._C._cuda_getCurrentRawStream(self._device))
+        self._launch(dy, db)

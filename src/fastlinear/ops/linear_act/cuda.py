@@ -8,7 +8,6 @@ float32, every element is written by exactly one block in a fixed order: results
 from __future__ import annotations
 
 import ctypes
-import threading
 from pathlib import Path
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.fastpath_launch import FastpathLaunch, Y
 from fastlinear.ops.common.hopper import (
     ARCH,
     BK,
@@ -26,11 +24,11 @@ from fastlinear.ops.common.hopper import (
     device_source,
     operand_layout,
 )
+from fastlinear.ops.common.prepared import Place, Plans, Prepared
 from fastlinear.ops.linear_act.cuda_config import Config, config_for, writes_directly
 
 _SOURCE = Path(__file__).with_name("gemm.cu")
 _KERNEL = "linear_act_gemm"
-_MAX_PLANS = 2048
 _MAX_SIZE = 1 << 30  # tile coordinates are 32-bit
 
 
@@ -121,26 +119,26 @@ class _Plan:
             rows, cols = (K, t.shape[0]) if mn else (t.shape[0], K)
             return driver.TensorMap(dtype, rows, cols, stride, box, 64, t.data_ptr(), device)
 
-        self.a_map = operand(a, a_mn, a_stride, BK if a_mn else config.bm)
-        self.b_map = operand(b, b_mn, b_stride, (BK if b_mn else config.bn) // config.cluster)
-        self.y: driver.TensorMap | ctypes.c_void_p = ctypes.c_void_p(0)
-        self.pre: driver.TensorMap | ctypes.c_void_p = ctypes.c_void_p(0)
-        maps = [self.a_map, self.a_map]  # read by no kernel that gets addresses
-        addresses = [self.y, self.pre, ctypes.c_int(M)]
+        a_map = operand(a, a_mn, a_stride, BK if a_mn else config.bm)
+        b_map = operand(b, b_mn, b_stride, (BK if b_mn else config.bn) // config.cluster)
+        of_y: Place = ctypes.c_void_p(0)
+        of_pre: Place = ctypes.c_void_p(0)
+        maps = [a_map, a_map]  # read by no kernel that gets addresses
+        addresses = [of_y, of_pre, ctypes.c_int(M)]
         if not direct:
             maps = [driver.TensorMap(dtype, M, N, N, 16, 64, out.data_ptr(), device) for _ in "yp"]
-            (self.y, self.pre), addresses = maps, []
-        self.bias = ctypes.c_void_p(0)
+            (of_y, of_pre), addresses = maps, []
+        of_bias = ctypes.c_void_p(0)
         tiles_m, tiles_n = -(-M // (config.bm * config.cluster)), -(-N // config.bn)
-        self.launch = EarlyLaunch(
+        launch = EarlyLaunch(
             kernel,
             THREADS,
             config.cluster,
             [
-                self.a_map,
-                self.b_map,
+                a_map,
+                b_map,
                 *maps,
-                self.bias,
+                of_bias,
                 ctypes.c_int(N),
                 ctypes.c_int(tiles_m),
                 ctypes.c_int(tiles_n),
@@ -148,24 +146,13 @@ class _Plan:
                 *addresses,
             ],
         )
-        self.launch.set_grid(min(tiles_m * tiles_n, self.launch.max_clusters()) * config.cluster)
-
-    def run(
-        self, a: Tensor, b: Tensor, out: Tensor, saved: Tensor | None, bias: Tensor | None
-    ) -> None:
-        self.a_map.point_at(a.data_ptr())
-        self.b_map.point_at(b.data_ptr())
-        _point(self.y, out)
-        if saved is not None:
-            _point(self.pre, saved)
-        if bias is not None:
-            self.bias.value = bias.data_ptr()
-        self.launch.run(torch._C._cuda_getCurrentRawStream(a.device.index))
+        launch.set_grid(min(tiles_m * tiles_n, launch.max_clusters()) * config.cluster)
+        places = [(a_map, 0), (b_map, 1), (of_y, 2), (of_pre, 3), (of_bias, 4)]
+        self.run = Prepared(launch, device, places, {4: 3})  # a, b, y, pre, bias
 
 
-_lock = threading.Lock()
 _kernels: dict[tuple[object, ...], driver.Kernel] = {}
-_plans: dict[tuple[object, ...], _Plan] = {}
+_plans: Plans[_Plan] = Plans()
 
 
 def _kernel(
@@ -186,13 +173,6 @@ def _kernel(
         cubin = driver.compile_cubin(text, "gemm.cu", ARCH)
         kernel = _kernels[key] = driver.Kernel(cubin, _KERNEL, config.shared_bytes, device)
     return kernel
-
-
-def _point(where: driver.TensorMap | ctypes.c_void_p, t: Tensor) -> None:
-    if isinstance(where, driver.TensorMap):
-        where.point_at(t.data_ptr())
-    else:
-        where.value = t.data_ptr()
 
 
 def gemm(
@@ -220,9 +200,6 @@ def gemm(
         UnsupportedError: where :func:`reason_not` gives a reason.
     """
     index = a.device.index
-    if index is not None and index != torch._C._cuda_getDevice():
-        with torch.cuda.device(index):
-            return gemm(a, b, bias, activation, save_pre, config)
     if a.data_ptr() % 16:
         a = a.clone()
     if b.data_ptr() % 16:
@@ -243,16 +220,12 @@ def gemm(
     )
     out = a.new_empty((a.shape[0], b.shape[0]))
     saved = torch.empty_like(out) if save_pre else None
-    with _lock:
-        plan = _plans.get(key)
-        if plan is None:
-            plan = _new_plan(key, a, b, out, bias, activation, save_pre, config)
-        plan.run(a, b, out, saved, bias)
+    plan = _plans.of(key, lambda: _new_plan(a, b, out, bias, activation, save_pre, config))
+    plan.run(a, b, out, saved, bias)
     return out, saved
 
 
 def _new_plan(
-    key: tuple[object, ...],
     a: Tensor,
     b: Tensor,
     out: Tensor,
@@ -273,11 +246,9 @@ def _new_plan(
             reason,
             "Choose another backend or leave the choice to dispatch.",
         )
-    if len(_plans) >= _MAX_PLANS:
-        _plans.clear()
     driver.make_current(a.device.index)
-    with driver.loading_allowed():
-        plan = _Plan(
+    with torch.cuda.device(a.device), driver.loading_allowed():
+        return _Plan(
             config or config_for(M, K, N, save_pre, activation),
             a,
             b,
@@ -286,8 +257,6 @@ def _new_plan(
             activation,
             save_pre,
         )
-    _plans[key] = plan
-    return plan
 
 
 def forward(
@@ -312,34 +281,3 @@ def forward(
         y, _ = gemm(x, weight, bias)
         return y, y if save_pre else None
     return gemm(x, weight, bias, activation, save_pre)
-
-
-def fastpath_launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
-) -> FastpathLaunch | None:
-    """``forward`` of such tensors without the pre-activation, as one launch for the compiled fast
-    path.
-
-    None where it is more than a launch: ``gemm`` copies what is not aligned.
-    """
-    index = x.device.index
-    aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-    if bias is not None:
-        aligned = aligned and bias.stride(0) == 1 and bias.data_ptr() % 4 == 0
-    if not aligned or index != torch._C._cuda_getDevice():
-        return None
-    (M, K), N = x.shape, weight.shape[0]
-    out = x.new_empty((M, N))
-    driver.make_current(index)
-    with driver.loading_allowed():
-        plan = _Plan(
-            config_for(M, K, N, False, activation), x, weight, out, bias, activation, False
-        )
-    launch = plan.launch
-    tensors: list[tuple[driver.TensorMap | ctypes.c_void_p, int]]
-    tensors = [(plan.a_map, 0), (plan.b_map, 1), (plan.y, Y)]
-    if bias is not None:
-        tensors.append((plan.bias, 2))
-    assert launch._handle is not None
-    where = launch._handle, launch._config_ref, launch._slots_ref
-    return FastpathLaunch(*where, tuple(tensors), (15, 15, 3), plan)

@@ -9,7 +9,6 @@ only.
 from __future__ import annotations
 
 import ctypes
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from fastlinear.core.device import device_facts
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import CUDA_HEADER, cuda_macros
-from fastlinear.ops.common.fastpath_launch import FastpathLaunch, Y
 from fastlinear.ops.common.hopper import WORDS, EarlyLaunch
+from fastlinear.ops.common.prepared import Plans, Prepared
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.few_rows_config import (
     POOL_PERCENT,
@@ -33,12 +32,11 @@ from fastlinear.ops.linear_act.few_rows_config import (
     spread,
 )
 
-__all__ = ["ARCH", "fastpath_launch", "forward", "reason_not", "source"]
+__all__ = ["ARCH", "forward", "reason_not", "source"]
 
 ARCH = "sm_90a"
 KERNEL = "linear_act_few_rows"
 _FOLDER = Path(__file__).parent
-_MAX_PLANS = 2048
 _AHEAD = 64 << 10  # bytes of W of a block
 
 
@@ -65,10 +63,9 @@ def source(
     return defines + "".join(path.read_text() for path in files)
 
 
-_lock = threading.Lock()
 _cubins: dict[str, bytes] = {}
 _kernels: dict[tuple[str, int, int | None], driver.Kernel] = {}
-_plans: dict[tuple[object, ...], _Plan] = {}
+_plans: Plans[_Plan] = Plans()
 
 
 class _Plan:
@@ -87,24 +84,20 @@ class _Plan:
         fetched = x.dtype.itemsize == 2 and units * _AHEAD >= N * K * 2
         shared_bytes, pooled = spread(blocks, needed, config.static_bytes(rows), units, fetched)
         kernel = _kernel(text, shared_bytes, device, POOL_PERCENT if pooled else None)
-        self.x, self.weight, self.bias, self.y = (ctypes.c_void_p(0) for _ in range(4))
+        places = [ctypes.c_void_p(0) for _ in range(4)]
         numbers = [M, K, N, x.stride(0), weight.stride(0)]
         if isinstance(config, HalfConfig):
             numbers.append(config.spans(K))
-        arguments: list[Any] = [self.x, self.weight, self.bias, self.y]
+        arguments: list[Any] = [*places]
         arguments += [ctypes.c_int(number) for number in numbers]
-        self.launch = EarlyLaunch(kernel, config.threads, config.cluster, arguments)
-        self.launch._config.shared_bytes = shared_bytes  # the kernel's own is its longest K's
-        if self.launch.max_clusters() < strips:
-            self.launch._config.shared_bytes = needed
-        self.launch.set_grid(blocks)
-
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        self.x.value, self.weight.value = x.data_ptr(), weight.data_ptr()
-        self.y.value = y.data_ptr()
-        if bias is not None:
-            self.bias.value = bias.data_ptr()
-        self.launch.run(torch._C._cuda_getCurrentRawStream(x.device.index))
+        launch = EarlyLaunch(kernel, config.threads, config.cluster, arguments)
+        launch._config.shared_bytes = shared_bytes  # the kernel's own is its longest K's
+        if launch.max_clusters() < strips:
+            launch._config.shared_bytes = needed
+        launch.set_grid(blocks)
+        self.launch = launch
+        numbered = [(place, i) for i, place in enumerate(places)]
+        self.run = Prepared(launch, device, numbered, {2: 7})  # x, weight, bias, y
 
 
 def _kernel(text: str, shared_bytes: int, device: int, carveout: int | None) -> driver.Kernel:
@@ -148,9 +141,6 @@ def forward(
         UnsupportedError: where :func:`reason_not` gives a reason.
     """
     index = x.device.index
-    if index is not None and index != torch._C._cuda_getDevice():
-        with torch.cuda.device(index):
-            return forward(x, weight, bias, activation, save_pre, config=config)
     if x.data_ptr() % 16:
         x = x.clone()
     if weight.data_ptr() % 16:
@@ -171,14 +161,8 @@ def forward(
         index,
     )
     y = x.new_empty((x.shape[0], weight.shape[0]))
-    with _lock:
-        plan = _plans.get(key)
-        if plan is None:
-            plan = _new_plan(x, weight, bias, activation, save_pre, config)
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
-        plan.run(x, weight, bias, y)
+    plan = _plans.of(key, lambda: _new_plan(x, weight, bias, activation, save_pre, config))
+    plan.run(x, weight, bias, y)
     return y, None
 
 
@@ -192,7 +176,7 @@ def _new_plan(
 ) -> _Plan:
     _require_served(x, weight, save_pre, config)
     driver.make_current(x.device.index)
-    with driver.loading_allowed():
+    with torch.cuda.device(x.device), driver.loading_allowed():
         chosen = config or config_for(*x.shape, weight.shape[0], x.dtype)
         return _Plan(chosen, x, weight, bias, activation)
 
@@ -209,26 +193,3 @@ def _require_served(x: Tensor, weight: Tensor, save_pre: bool, config: Config | 
             reason,
             "Choose another backend or leave the choice to dispatch.",
         )
-
-
-def fastpath_launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
-) -> FastpathLaunch | None:
-    """``forward`` of such tensors as one launch for the compiled fast path.
-
-    None where it is more than a launch, or another: ``forward`` of what is not aligned.
-    """
-    index = x.device.index
-    aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-    if bias is not None:
-        aligned = aligned and bias.stride(0) == 1 and bias.data_ptr() % 8 == 0
-    if not aligned or index != torch._C._cuda_getDevice():
-        return None
-    plan = _new_plan(x, weight, bias, activation, False, None)
-    tensors = [(plan.x, 0), (plan.weight, 1), (plan.y, Y)]
-    if bias is not None:
-        tensors.append((plan.bias, 2))
-    launch = plan.launch
-    assert launch._handle is not None
-    where = launch._handle, launch._config_ref, launch._slots_ref
-    return FastpathLaunch(*where, tuple(tensors), (15, 15, 7), plan)

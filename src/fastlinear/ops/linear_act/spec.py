@@ -17,7 +17,7 @@ from fastlinear.op.front import Front, choices
 from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
 from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
-from fastlinear.ops.common import calls, fastpath, fastpath_node
+from fastlinear.ops.common import calls, fastpath, fastpath_node, recorded
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import reference, selection, tape
 from fastlinear.ops.linear_act.autograd import (
@@ -73,9 +73,9 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
     if grad:
         return _train(arguments, chosen)
     plan = _inference(chosen[0].backend.load(), activation)
-    if captured:
+    if captured or not x.is_cuda:
         return Resolved(plan, plan)
-    return Resolved(plan, plan, partial(tape.inference, names.pop(), activation, plan))
+    return Resolved(plan, plan, partial(recorded.inference, plan))
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
@@ -85,9 +85,7 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     plan = _training(formula)
     if calls.is_captured(x):
         return Resolved(plan, plan)
-    names = {c.problem.piece: c.backend.name for c in chosen[1:] if c.problem.piece != STEP}
-    training = tape.Training(formula, chosen[0].backend.name, names)
-    return Resolved(plan, plan, partial(tape.node, training))
+    return Resolved(plan, plan, partial(tape.node, formula))
 
 
 def _own(activation: str) -> Plan:

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from fastlinear.ops.common.fastpath_launch import FastpathLaunch, Y
-from fastlinear.ops.common.tape import Tape
+from fastlinear.ops.common.prepared import Plans
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.linear_act import columns
 from fastlinear.ops.linear_act.triton_config import FewRowsConfig, few_rows_config_for, reason_not
@@ -39,6 +38,7 @@ _MAX_CHUNKS = 65535  # programs on a grid's second axis
 _ONE_CHUNK_ROWS = 256  # of grad_pre: up to here one program adds whole columns of db
 
 _plans: dict[Any, Any] = {}
+_column_sums: Plans[columns.ColumnSums] = Plans()
 
 
 def forward(
@@ -73,39 +73,6 @@ def forward(
     plan = _forward_plan(x, weight, bias, activation, save_pre, config)
     plan.run(x, weight.t(), bias, y, pre)
     return _rounded(y, x), None if pre is None else _rounded(pre, x)
-
-
-def fastpath_launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, pre: int | None = None
-) -> FastpathLaunch | None:
-    """``forward`` of such tensors as one launch for the compiled fast path.
-
-    ``pre`` stands for the pre-activation among the launch's tensors, None where it is not saved.
-    None where it is more than one, or descriptors are encoded on the way. ``forward`` must have run
-    on such tensors.
-    """
-    plan = _forward_plan(x, weight, bias, activation, pre is not None, None)
-    launch: FastpathLaunch | None = plan.fastpath_launch(
-        (0, 1, None if bias is None else 2, Y, pre)
-    )
-    return launch
-
-
-def forward_steps(
-    tape: Tape,
-    tensors: tuple[Tensor, Tensor, Tensor | None],
-    numbers: tuple[int, int, int | None],
-    activation: str,
-    y: int,
-    pre: int | None,
-) -> bool:
-    """``forward`` of x, weight and bias laid out like ``tensors``, which have these numbers, as
-    steps of a tape; whether launches are all there is. It must have run on such tensors."""
-    if tensors[2] is not None and tensors[2].stride(0) != 1:
-        return False
-    plan = _forward_plan(*tensors, activation, pre is not None, None)
-    x, weight, bias = numbers
-    return isinstance(plan, Product | Turned) and plan.steps(tape, x, weight, bias, y, pre)
 
 
 def _forward_plan(
@@ -239,34 +206,6 @@ def _moved_at_once(t: Tensor, columns: int) -> torch.dtype:
     return torch.int16
 
 
-def grad_pre_steps(
-    tape: Tape,
-    numbers: tuple[int, int],
-    dy: Tensor,
-    saved: Tensor | None,
-    activation: str,
-    need_bias_grad: bool,
-) -> tuple[int, int | None] | None:
-    """``grad_pre`` as steps of a tape whose tensors of these numbers have the memory of dy and
-    saved.
-
-    The numbers of dpre (dy's for ``"none"``) and db, or None where it is more than launches. It
-    must have run on such tensors.
-    """
-    if dy.numel() == 0:
-        return None
-    saved = None if activation == "none" else saved
-    plan = _grad_pre_plan(dy, saved, activation, need_bias_grad)
-    if not isinstance(plan, _GradPre):
-        return None
-    like = numbers[0]
-    dpre = None if activation == "none" else tape.empty(dy.shape, dy.dtype, like)
-    db = tape.empty(dy.shape[1:], dy.dtype, like) if need_bias_grad else None
-    if not plan.steps(tape, like, None if saved is None else numbers[1], dpre, db):
-        return None
-    return like if dpre is None else dpre, db
-
-
 def _grad_pre_plan(dy: Tensor, saved: Tensor | None, activation: str, need_bias_grad: bool) -> Any:
     key = (
         dy.shape,
@@ -278,12 +217,11 @@ def _grad_pre_plan(dy: Tensor, saved: Tensor | None, activation: str, need_bias_
         dy.data_ptr() & 15,
         None if saved is None else (saved.stride(0), saved.data_ptr() & 15),
     )
+    if activation == "none" and columns.serves(dy):
+        return _column_sums.of(key, lambda: columns.ColumnSums(dy))
     plan = _plans.get(key)
     if plan is None:
-        if activation == "none" and columns.serves(dy):
-            plan = _remember(key, columns.ColumnSums(dy))
-        else:
-            plan = _remember(key, _GradPre(dy, saved, activation, need_bias_grad))
+        plan = _remember(key, _GradPre(dy, saved, activation, need_bias_grad))
     return plan
 
 
@@ -310,17 +248,6 @@ def _grad_product(a: Tensor, b: Tensor, config: GemmConfig | None) -> Tensor:
         return out
     _product_plan(a, b, config).run(a, b, None, out, None)
     return _rounded(out, a)
-
-
-def product_steps(tape: Tape, a: Tensor, b: Tensor, a_number: int, b_number: int) -> int | None:
-    """``grad_input`` or ``grad_weight`` as steps of a tape: the number of a b, (rows, cols).
-
-    a and b are laid out as the operands are, which have the memory of the tape's tensors of
-    these numbers. None where it is more than launches. It must have run on such tensors.
-    """
-    plan = _product_plan(a, b, None)
-    out = tape.empty((a.shape[0], b.shape[1]), a.dtype, a_number)
-    return out if plan.steps(tape, a_number, b_number, None, out, None) else None
 
 
 def _product_plan(a: Tensor, b: Tensor, config: GemmConfig | None) -> Product | Turned:
@@ -367,11 +294,6 @@ class _FewRows:
     ) -> None:
         """Launch; y (M, N), not empty, and pre, if any, are contiguous; w_t is (K, N)."""
         self._launch(x, w_t, bias, y, pre)
-
-    def fastpath_launch(self, tensors: tuple[int | None, ...]) -> FastpathLaunch | None:
-        """The launch for the compiled fast path; ``tensors`` as ``Launch.in_fastpath`` takes
-        them."""
-        return self._launch.in_fastpath(tensors)
 
 
 class _GradPre:
@@ -427,16 +349,6 @@ class _GradPre:
         part = torch.empty(self._part_shape, dtype=torch.float32, device=dy.device)
         self._launch(dy, saved, dpre, part)
         self._sum(part, db)
-
-    def steps(
-        self, tape: Tape, dy: int, saved: int | None, dpre: int | None, db: int | None
-    ) -> bool:
-        """``run`` of tensors of these numbers; whether launches are all there is."""
-        if self._part_shape is None:
-            return tape.launch(self._launch.in_fastpath((dy, saved, dpre, db)))
-        part = tape.empty(self._part_shape, torch.float32, dy)
-        first = tape.launch(self._launch.in_fastpath((dy, saved, dpre, part)))
-        return first and tape.launch(self._sum.in_fastpath((part, db)))
 
 
 def _grad_pre_blocks(

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act import triton as products
@@ -86,55 +85,6 @@ def backward(
         None if dw is None else products._rounded(dw, dy),
         None if db is None else products._rounded(db, dy),
     )
-
-
-def steps(
-    tape: Tape,
-    numbers: tuple[int, int, int, int],
-    dy: Tensor,
-    saved: Tensor | None,
-    x: Tensor | None,
-    weight: Tensor | None,
-    activation: str,
-    needs: tuple[bool, bool, bool],
-) -> tuple[int | None, int | None, int | None] | None:
-    """``backward`` as steps of a tape whose tensors of these numbers have the memory of dy,
-    saved, x and weight: the numbers of dx, dW and db.
-
-    None where it is more than launches. It must have run on such tensors.
-    """
-    if activation == "none":
-        saved = None
-    M, N = dy.shape
-    like = x if weight is None else weight
-    K = 0 if like is None else like.shape[1]
-    if not M * N * K:
-        return None
-    config = backward_config_for(M, K, N, dy.dtype, activation, _aligned(dy, x, weight))
-    db: int | None = None
-    source = grad = numbers[0]
-    if config.dpre_first and saved is not None:
-        made = products.grad_pre_steps(tape, numbers[:2], dy, saved, activation, needs[2])
-        if made is None:
-            return None
-        grad, db = made
-        if not any(needs[:2]):
-            return None, None, db
-        # dpre is a new tensor laid out as dy is
-        dy, saved, activation, needs = torch.empty_like(dy), None, "none", (*needs[:2], False)
-    dx = tape.empty((M, K), dy.dtype, source) if needs[0] else None
-    dw = tape.empty((N, K), dy.dtype, source) if needs[1] else None
-    if needs[2]:
-        db = tape.empty((N,), dy.dtype, source)
-    plan = _plan(dy, saved, x, weight, activation, needs, config)
-    given = (
-        grad,
-        None if saved is None else numbers[1],
-        None if x is None else numbers[2],
-        None if weight is None else numbers[3],
-    )
-    whole = plan.steps(tape, given, dx, dw, db if needs[2] else None)
-    return (dx, dw, db) if whole else None
 
 
 def _aligned(*operands: Tensor | None) -> bool:
@@ -261,20 +211,3 @@ class _Backward:
         parts = torch.empty(self._parts, dtype=torch.float32, device=dy.device)
         self._launch(dy, saved, x, weight, parts, dw, db)
         self._sum(parts, None, dx, None)
-
-    def steps(
-        self,
-        tape: Tape,
-        given: tuple[int | None, int | None, int | None, int | None],
-        dx: int | None,
-        dw: int | None,
-        db: int | None,
-    ) -> bool:
-        """``run`` of tensors of these numbers; whether launches are all there is."""
-        if self._parts is None:
-            return tape.launch(self._launch.in_fastpath((*given, dx, dw, db)))
-        like = given[0]
-        assert like is not None
-        parts = tape.empty(self._parts, torch.float32, like)
-        first = tape.launch(self._launch.in_fastpath((*given, parts, dw, db)))
-        return first and tape.launch(self._sum.in_fastpath((parts, None, dx, None)))

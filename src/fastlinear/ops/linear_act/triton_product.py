@@ -11,8 +11,6 @@ from dataclasses import replace
 import torch
 
 from fastlinear.core.device import device_facts
-from fastlinear.ops.common.fastpath_launch import FastpathLaunch
-from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.linear_act import triton_single_config
 from fastlinear.ops.linear_act.triton_config import config_for, grad_config_for
@@ -122,21 +120,6 @@ class Product:
             self._launch(a_view, b_view, None, parts, None)
             self._sum(parts, bias, out, pre)
 
-    def steps(
-        self, tape: Tape, a: int, b: int, bias: int | None, out: int, pre: int | None
-    ) -> bool:
-        """``run`` of tensors of these numbers; whether launches are all there is."""
-        if self._workspace is None:
-            return tape.launch(self._launch.in_fastpath((a, b, bias, out, pre)))
-        parts = tape.empty(self._workspace, torch.float32, a)
-        first = tape.launch(self._launch.in_fastpath((a, b, None, parts, None)))
-        return first and tape.launch(self._sum.in_fastpath((parts, bias, out, pre)))
-
-    def fastpath_launch(self, tensors: tuple[int | None, ...]) -> FastpathLaunch | None:
-        """The launch for the compiled fast path; ``tensors`` as ``Launch.in_fastpath`` takes
-        them."""
-        return None if self._workspace is not None else self._launch.in_fastpath(tensors)
-
 
 class Turned:
     """As ``Product``, after operands whose depth is not contiguous were copied to where it is.
@@ -171,20 +154,6 @@ class Turned:
             b = self._b.run(b).t()
         self._product.run(a, b, bias, out, pre)
 
-    def steps(
-        self, tape: Tape, a: int, b: int, bias: int | None, out: int, pre: int | None
-    ) -> bool:
-        """``run`` of tensors of these numbers; whether launches are all there is."""
-        into_a = a if self._a is None else self._a.steps(tape, a)
-        into_b = b if self._b is None else self._b.steps(tape, b)
-        if into_a is None or into_b is None:
-            return False
-        return self._product.steps(tape, into_a, into_b, bias, out, pre)
-
-    def fastpath_launch(self, tensors: tuple[int | None, ...]) -> FastpathLaunch | None:
-        """None: these are several launches."""
-        return None
-
 
 class _Turn:
     """The launch of tᵀ, contiguous, for matrices t of one kind whose columns are contiguous."""
@@ -202,10 +171,6 @@ class _Turn:
         out = t.new_empty(self._shape)
         self._launch(t, out)
         return out
-
-    def steps(self, tape: Tape, t: int) -> int | None:
-        out = tape.empty(self._shape, torch.float32, t)
-        return out if tape.launch(self._launch.in_fastpath((t, out))) else None
 
 
 def product(a: Tensor, b: Tensor, activation: str = "none") -> Product | Turned:

@@ -19,7 +19,7 @@ from fastlinear.op.front import Front, choices
 from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
 from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
-from fastlinear.ops.common import calls, fastpath_node
+from fastlinear.ops.common import calls, fastpath_node, recorded
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import as_result
 from fastlinear.ops.mlp import reference, selection, tape, whole_cpp
@@ -30,8 +30,6 @@ from fastlinear.ops.mlp.validation import sequences, validate
 
 _Weights = Sequence[Tensor]
 _Biases = Sequence[Tensor | None] | None
-_LAUNCHED = frozenset({"layerwise", "whole_cuda", "whole_triton"})
-"""Backends that tapes launch by themselves on a GPU."""
 
 
 def _normal(arguments: Arguments) -> Arguments:
@@ -71,8 +69,8 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
         return _train(arguments, chosen)
     plan = _inference(chosen[0].backend.load(), *names)
     (name,) = backends
-    if name in _LAUNCHED and x.is_cuda and not captured:
-        return Resolved(plan, plan, partial(_tape, tape.Inference(names[0], names[1], name), plan))
+    if x.is_cuda and not captured:
+        return Resolved(plan, plan, partial(_inference_in_table, plan))
     dense = all(t.is_contiguous() for t in (x, *weights, *biases) if t is not None)
     if name == "whole_cpp" and dense and x.dim() <= 3:
         codes = whole_cpp.codes(len(weights), *names)
@@ -94,18 +92,17 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
 
     if calls.is_captured(x):
         return Resolved(plan, plan)
-    training = tape.Training(formula, forward.name, backward.name)
-    return Resolved(plan, plan, partial(_node, training))
+    return Resolved(plan, plan, partial(_node, formula))
 
 
-def _node(training: tape.Training, x: Tensor, weights: _Weights, biases: _Biases) -> Any:
-    return tape.node(training, x, weights, biases) if _are_dense(biases) else None
+def _node(formula: Formula, x: Tensor, weights: _Weights, biases: _Biases) -> Any:
+    return tape.node(formula, x, weights, biases) if _are_dense(biases) else None
 
 
-def _tape(
-    inference: tape.Inference, plan: Plan, x: Tensor, weights: _Weights, biases: _Biases
-) -> Any:
-    return tape.inference(inference, x, weights, biases, plan) if _are_dense(biases) else None
+def _inference_in_table(plan: Plan, x: Tensor, weights: _Weights, biases: _Biases) -> Any:
+    count = 1 + len(weights) + (1 if biases is None else len(biases))
+    few = count <= fastpath_node.MAX_TENSORS
+    return recorded.inference(plan, x, weights, biases) if few and _are_dense(biases) else None
 
 
 def _are_dense(biases: _Biases) -> bool:

@@ -18,7 +18,7 @@ from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import CODES, CUDA_HEADER, cuda_macros
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp.whole_cuda_config import Config, Widths, input_units
-from fastlinear.ops.mlp.whole_fastpath import Places
+from fastlinear.ops.mlp.whole_plan import Places, WholePlan
 
 __all__ = ["ClustersPlan", "save_mode", "source"]
 
@@ -86,7 +86,7 @@ _PARAM_BYTES = (8 * (_POINTERS + 1) + 4 * (2 + MAX_LAYERS + 1) + 7) // 8 * 8
 _Params = ctypes.c_char * _PARAM_BYTES
 
 
-class ClustersPlan:
+class ClustersPlan(WholePlan):
     """One prepared launch: fixed shapes, any addresses. Not safe to share without a lock.
 
     Args:
@@ -116,29 +116,26 @@ class ClustersPlan:
         )
         self.launch.set_grid(-(-rows // config.rows) * config.cluster)
         self.runs = self.launch.max_clusters() >= 1
-        self.places = Places(0, 8, 16, 8 * (2 + MAX_LAYERS), shared=False)
+        self.places = Places(0, 8, 16, 8 * (2 + MAX_LAYERS), 8 * (2 + 2 * MAX_LAYERS), shared=False)
         self.out_shape = (rows, widths[-1])
         self.saved_shapes = [(rows, n) for n in widths[1:]] if save else []
         self.last_saves_pre = save in (1, 3)
 
-    def run(
+    def fill(
         self,
         x: Tensor,
+        y: Tensor,
+        saved: Sequence[Tensor],
         weights: Sequence[int],
         biases: Sequence[int],
         stream: int,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Enqueue on a raw stream; y and what the backward reads, as ``whole_cuda.forward``."""
+    ) -> None:
+        """As ``WholePlan.fill``."""
         params = self._params
-        y = x.new_empty(self.out_shape)
-        saved = [x.new_empty(shape) for shape in self.saved_shapes[:-1]]
-        if self.saved_shapes:
-            saved.append(torch.empty_like(y) if self.last_saves_pre else y)
+        if saved:
             self._pointers.pack_into(
                 params, 8 * (2 + 2 * MAX_LAYERS), *[t.data_ptr() for t in saved]
             )
         self._addresses.pack_into(params, 0, x.data_ptr(), y.data_ptr(), *weights)
         self._pointers.pack_into(params, 8 * (2 + MAX_LAYERS), *biases)
         self._stride.pack_into(params, 8 * _POINTERS, x.stride(0))
-        self.launch.run(stream)
-        return y, tuple(saved)

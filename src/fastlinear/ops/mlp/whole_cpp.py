@@ -9,7 +9,6 @@ number of threads.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common import cpp_build, recorder
 from fastlinear.ops.common.activations import CODES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp.problem import layer_activations, widths_of
@@ -71,15 +70,16 @@ def forward(
         hidden = _hidden(x, m, [w.shape[0] for w in weights[:-1]])
         pre = activation_of(final_activation).saved == "pre"
         saved = (*hidden, torch.empty_like(y) if pre else y)
-    _library().fastlinear_mlp_forward(
+    recorder.run(
+        _library().fastlinear_mlp_forward,
         layers,
         _widths(weights),
         (ctypes.c_int32 * layers)(*codes(layers, activation, final_activation)),
-        _pointers(weights),
-        _pointers(biases),
-        x.data_ptr(),
-        y.data_ptr(),
-        _pointers(saved) if save else None,
+        list(weights),
+        list(biases),
+        x,
+        y,
+        list(saved) if save else None,
         m,
     )
     return y, saved
@@ -106,17 +106,18 @@ def backward(
     dbs = tuple(
         w.new_empty(w.shape[0]) if need else None for w, need in zip(weights, need_bs, strict=True)
     )
-    _library().fastlinear_mlp_backward(
+    recorder.run(
+        _library().fastlinear_mlp_backward,
         layers,
         _widths(weights),
         (ctypes.c_int32 * layers)(*codes(layers, activation, final_activation)),
-        _pointers(weights),
-        x.data_ptr(),
-        _pointers(saved),
-        dy.data_ptr(),
-        None if dx is None else dx.data_ptr(),
-        _pointers(dws),
-        _pointers(dbs),
+        list(weights),
+        x,
+        list(saved),
+        dy,
+        dx,
+        list(dws),
+        list(dbs),
         first_needed(needs),
         m,
     )
@@ -141,20 +142,10 @@ def address() -> int:
     return cpp_build.address(_library().fastlinear_mlp_forward)
 
 
-@lru_cache(maxsize=1)
-def backward_address() -> int:
-    """Address of ``fastlinear_mlp_backward``, for the fast path's nodes."""
-    return cpp_build.address(_library().fastlinear_mlp_backward)
-
-
 def _widths(weights: Weights) -> Any:
     return (ctypes.c_int64 * (len(weights) + 1))(
         weights[0].shape[1], *(w.shape[0] for w in weights)
     )
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> Any:
-    return (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
 
 
 @lru_cache(maxsize=1)

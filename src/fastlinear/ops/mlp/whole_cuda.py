@@ -21,7 +21,7 @@ multiply-adds, or three tf32 products a step with an error no larger.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from torch import Tensor
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common import recorder
 from fastlinear.ops.common.cuda_launch import allow_cluster
 from fastlinear.ops.mlp import reference, whole_clusters, whole_grid, whole_launches, whole_stream
 from fastlinear.ops.mlp.problem import widths_of
@@ -42,7 +43,6 @@ from fastlinear.ops.mlp.whole_cuda_config import (
     launches_for,
     stream_for,
 )
-from fastlinear.ops.mlp.whole_fastpath import WholeLaunch, whole_launch
 from fastlinear.ops.mlp.whole_grid import Grid, GridPlan
 from fastlinear.ops.mlp.whole_launches import Launches, LaunchesPlan
 from fastlinear.ops.mlp.whole_stream import Stream, StreamPlan
@@ -59,7 +59,6 @@ __all__ = [
     "config_for",
     "forward",
     "grid_for",
-    "in_fastpath",
     "launches_for",
     "reason_not",
     "stream_for",
@@ -207,42 +206,13 @@ def forward(
         if plan is None and key not in _roomless:
             plan = _new_plan(key, x, weights, activation, final_activation, save, bits, config)
         if plan is not None:
-            return plan.run(x, addresses, shifts, torch._C._cuda_getCurrentRawStream(index))
+            stream, recording = torch._C._cuda_getCurrentRawStream(index), recorder.active()
+            if isinstance(plan, LaunchesPlan):
+                return plan.run(x, weights, biases, stream, recording)
+            if recording is not None:
+                return plan.record(recording, x, weights, biases, stream)
+            return plan.run(x, addresses, shifts, stream)
     return reference.forward(x, weights, biases, activation, final_activation, save)
-
-
-def in_fastpath(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    activation: str,
-    final_activation: str,
-    y: int,
-) -> WholeLaunch | None:
-    """``forward`` of such tensors without what the backward reads, as one launch for the compiled
-    fast path; y (M, n_L) is its tensor of that number. None where it is more than a launch, or has
-    not run before."""
-    index = x.device.index
-    tensors = [t for t in (*weights, *biases) if t is not None]
-    if index != torch._C._cuda_getDevice() or x.stride(1) != 1:
-        return None
-    if not all(t.is_contiguous() for t in tensors) or x.data_ptr() & 15:
-        return None
-    addresses = [w.data_ptr() for w in weights]
-    shifts = [0 if b is None else b.data_ptr() for b in biases]
-    bits = 0
-    for address in addresses:
-        bits |= address
-    outs = [w.size(0) for w in weights]
-    key = (x.shape, x.dtype, activation, final_activation, False, bits & 15, index, None, *outs)
-    with _lock:
-        plan = _plans.get(key)
-        if plan is None or isinstance(plan, LaunchesPlan):
-            return None
-        if isinstance(plan, StreamPlan) and x.stride(0) & 7:
-            return None
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        return whole_launch(plan, x, addresses, shifts, stream, y)
 
 
 def _new_plan(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import CODES, CUDA_HEADER, cuda_macros
-from fastlinear.ops.mlp.whole_fastpath import Places
+from fastlinear.ops.mlp.whole_plan import Places, WholePlan
 from fastlinear.ops.mlp.whole_workspace import make_cooperative, workspace
 
 __all__ = ["Grid", "GridPlan", "source"]
@@ -129,7 +129,7 @@ def source(
     )
 
 
-class GridPlan:
+class GridPlan(WholePlan):
     """One prepared launch: fixed shapes, any addresses. Not safe to share without a lock."""
 
     def __init__(
@@ -164,20 +164,23 @@ class GridPlan:
         self.launch.set_grid(blocks)
         self.runs_at_once = self.launch.max_clusters() * grid.cluster >= blocks
         make_cooperative(self.launch)
-        self.places = Places(0, 8, 32, 8 * (4 + MAX_LAYERS), shared=True)
+        self.places = Places(0, 8, 32, 8 * (4 + MAX_LAYERS), 8 * (4 + 2 * MAX_LAYERS), shared=True)
         self.out_shape = (rows, width)
         self.saved_shapes = [(rows, width)] * layers if save else []
         self.last_saves_pre = save in (1, 3)
 
-    def run(
-        self, x: Tensor, weights: Sequence[int], biases: Sequence[int], stream: int
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Enqueue on a raw stream; y and what the backward reads, as ``whole_cuda.forward``."""
+    def fill(
+        self,
+        x: Tensor,
+        y: Tensor,
+        saved: Sequence[Tensor],
+        weights: Sequence[int],
+        biases: Sequence[int],
+        stream: int,
+    ) -> None:
+        """As ``WholePlan.fill``."""
         params = self._params
-        y = x.new_empty(self.out_shape)
-        saved = [x.new_empty(shape) for shape in self.saved_shapes[:-1]]
-        if self.saved_shapes:
-            saved.append(torch.empty_like(y) if self.last_saves_pre else y)
+        if saved:
             self._pointers.pack_into(
                 params, 8 * (4 + 2 * MAX_LAYERS), *[t.data_ptr() for t in saved]
             )
@@ -195,5 +198,3 @@ class GridPlan:
         )
         self._pointers.pack_into(params, 8 * (4 + MAX_LAYERS), *biases)
         self._stride.pack_into(params, 8 * _POINTERS, x.stride(0))
-        self.launch.run(stream)
-        return y, tuple(saved)

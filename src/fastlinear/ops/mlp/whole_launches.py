@@ -19,6 +19,8 @@ from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import CODES, CUDA_HEADER, cuda_macros
+from fastlinear.ops.common.recorder import Recording
+from fastlinear.ops.mlp.whole_plan import append
 
 __all__ = ["Launches", "LaunchesPlan", "source"]
 
@@ -158,37 +160,40 @@ class LaunchesPlan:
         self._hidden = (2, rows * max(widths[1:-1], default=0))
 
     def run(
-        self, x: Tensor, weights: Sequence[int], biases: Sequence[int], stream: int
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        stream: int,
+        recording: Recording | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Enqueue on a raw stream; y and what the backward reads, as ``whole_cuda.forward``."""
+        """Enqueue on a raw stream, or record; y and what the backward reads, as
+        ``whole_cuda.forward``."""
         rows, last = self._rows, len(self._layers) - 1
         if x.stride(0) * x.itemsize & 15 or x.data_ptr() & 15:
             x = x.clone(memory_format=torch.contiguous_format)
         y = x.new_empty((rows, self._layers[-1][3]))
         saved: list[Tensor] = []
-        spaces = [0, 0]
-        if not self._save and last > 0:
-            hidden = x.new_empty(self._hidden)
-            spaces[0] = hidden.data_ptr()
-            spaces[1] = spaces[0] + self._hidden[1] * x.itemsize
-        source, stride = x.data_ptr(), x.stride(0)
-        pack = _FIELDS.pack_into
+        spaces = x.new_empty(self._hidden) if not self._save and last > 0 else None
+        source, stride = x, x.stride(0)
         for i, (launch, params, k, n, number, pre) in enumerate(self._layers):
-            kept = 0
             if i == last:
-                out = y.data_ptr()
-            elif not self._save:
+                out = y
+            elif spaces is not None:
                 out = spaces[i & 1]
             else:
-                own = x.new_empty((rows, n))
-                out = own.data_ptr()
+                out = x.new_empty((rows, n))
+            kept = None
             if self._save:
-                output = y if i == last else own
-                keep = torch.empty_like(output) if pre else output
-                kept = keep.data_ptr() if pre else 0
-                saved.append(keep)
-            pack(params, 0, source, weights[i], biases[i], out, kept, stride, rows, n, k, number)
-            launch.run(stream)
+                kept = torch.empty_like(out) if pre else None
+                saved.append(out if kept is None else kept)
+            tensors = source, weights[i], biases[i], out, kept
+            addresses = [0 if t is None else t.data_ptr() for t in tensors]
+            _FIELDS.pack_into(params, 0, *addresses, stride, rows, n, k, number)
+            if recording is None:
+                launch.run(stream)
+            else:
+                append(recording, launch, params, [(8 * j, t) for j, t in enumerate(tensors)])
             source, stride = out, n
         return y, tuple(saved)
 

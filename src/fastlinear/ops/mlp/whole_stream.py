@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import CODES, CUDA_HEADER, cuda_macros
-from fastlinear.ops.mlp.whole_fastpath import Places
+from fastlinear.ops.mlp.whole_plan import Places, WholePlan
 from fastlinear.ops.mlp.whole_workspace import make_cooperative, workspace
 
 __all__ = ["Stream", "StreamPlan", "source"]
@@ -190,7 +190,7 @@ def _wgmma(tiles: int, dtype: torch.dtype) -> str:
     return function("wgmma", "+", 1) + function("wgmma_first", "=", 0)
 
 
-class StreamPlan:
+class StreamPlan(WholePlan):
     """One prepared launch: fixed shapes, any addresses. Not safe to share without a lock.
 
     Args:
@@ -239,7 +239,7 @@ class StreamPlan:
         self.launch.set_grid(self._blocks)
         self.runs_at_once = self.launch.max_clusters() >= stream.clusters
         make_cooperative(self.launch)
-        self.places = Places(_POINTERS, _POINTERS + 8, None, _BIASES, shared=True)
+        self.places = Places(_POINTERS, _POINTERS + 8, None, _BIASES, _SAVED, shared=True)
         self.out_shape = (rows, widths[-1])
         self.saved_shapes = [(rows, n) for n in widths[1:]] if save else []
         self.last_saves_pre = save in (1, 3)
@@ -264,17 +264,24 @@ class StreamPlan:
         ctypes.memmove(self._params, image, len(image))
         self._weights = weights
 
-    def run(
-        self, x: Tensor, weights: Sequence[int], biases: Sequence[int], stream: int
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Enqueue on a raw stream; y and what the backward reads, as ``whole_cuda.forward``."""
-        params = self._params
+    def aligned(self, x: Tensor) -> Tensor:
+        """Rows at multiples of 16 bytes."""
         if x.stride(0) & 7 or x.data_ptr() & 15:
             x = x.clone(memory_format=torch.contiguous_format)
-        y = x.new_empty(self.out_shape)
-        saved = [x.new_empty(shape) for shape in self.saved_shapes[:-1]]
-        if self.saved_shapes:
-            saved.append(torch.empty_like(y) if self.last_saves_pre else y)
+        return x
+
+    def fill(
+        self,
+        x: Tensor,
+        y: Tensor,
+        saved: Sequence[Tensor],
+        weights: Sequence[int],
+        biases: Sequence[int],
+        stream: int,
+    ) -> None:
+        """As ``WholePlan.fill``."""
+        params = self._params
+        if saved:
             self._pointers.pack_into(params, _SAVED, *[t.data_ptr() for t in saved])
         exchange = workspace(
             self._device, stream, self._geometry, self._exchange_bytes, self._blocks
@@ -291,5 +298,3 @@ class StreamPlan:
         )
         self._pointers.pack_into(params, _BIASES, *biases)
         self._stride.pack_into(params, _STRIDE, x.stride(0))
-        self.launch.run(stream)
-        return y, tuple(saved)
