@@ -173,10 +173,9 @@ def test_an_op_may_be_loaded_by_a_trace() -> None:
             x, w = torch.empty(2, 6), torch.empty(2, 5, 3)
             op = torch.ops.fastlinear.grouped_linear
             y = op(x, w, None, "none", "... (g k)", False, "")[0]
-        from fastlinear.ops.grouped_linear import operands
-        print(type(y).__name__, tuple(y.shape), type(operands._NOWHERE).__name__)
+        print(type(y).__name__, tuple(y.shape))
     """
-    assert printed(code) == "FakeTensor (2, 10) Tensor"
+    assert printed(code) == "FakeTensor (2, 10)"
 
 
 def test_every_declared_op_gets_its_functions() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+import ctypes
 from typing import Any
 
 import pytest
@@ -21,51 +20,32 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Recorder:
-    """Stands for the library: keeps the thread count (the last argument) of each call."""
-
-    def __init__(self, library: Any) -> None:
-        self._library = library
-        self.threads: list[int] = []
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        def call(*arguments: Any) -> int:
-            self.threads.append(arguments[-1])
-            return int(getattr(self._library, name)(*arguments))
-
-        return call
-
-
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    recorder = Recorder(cpp_elementwise._library())
-    monkeypatch.setattr(cpp_elementwise, "_library", lambda: recorder)
-    before = torch.get_num_threads()
-    yield recorder
-    torch.set_num_threads(before)
-
-
 def all_passes() -> None:
-    y = torch.rand(8, 16)
+    y = torch.rand(200, 160)
     cpp_elementwise.activate("silu", y, torch.empty_like(y))
     cpp_elementwise.differentiate("silu", y, y, True)
     cpp_elementwise.activate_with_bias("relu", y, y[0], torch.empty_like(y), None)
 
 
-def test_threads_follow_torch(recorded: Recorder) -> None:
-    for count in (2, 1, 2):
-        torch.set_num_threads(count)
-        all_passes()
-    assert recorded.threads == [2] * 3 + [1] * 3 + [2] * 3
+def test_threads_follow_torch() -> None:
+    """Each pass asks torch how many threads there are, in the thread that calls it."""
+    counts: list[int] = []
 
+    @ctypes.CFUNCTYPE(ctypes.c_int)
+    def count() -> int:
+        counts.append(torch.get_num_threads())
+        return counts[-1]
 
-def test_threads_follow_torch_in_a_new_thread(recorded: Recorder) -> None:
-    """OpenMP's own default there is all the processor has."""
-    torch.set_num_threads(1)
-    thread = threading.Thread(target=all_passes)
-    thread.start()
-    thread.join()
-    assert recorded.threads == [1] * 3
+    before, ask = torch.get_num_threads(), cpp_elementwise._library().fastlinear_elementwise_threads
+    ask(ctypes.cast(count, ctypes.c_void_p))
+    try:
+        for threads in (2, 1, 2):
+            torch.set_num_threads(threads)
+            all_passes()
+    finally:
+        torch.set_num_threads(before)
+        cpp_build.ask_torch_for_threads(ask)
+    assert counts == [2] * 3 + [1] * 3 + [2] * 3
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 33), (600, 129), (3, 20000)])

@@ -54,8 +54,14 @@ def test_new_memory_has_the_shape_of_the_result() -> None:
     steps, results, *_ = recorded(function, draw(4, 4))
     assert steps[0] == ("empty", 1, 6, 0, (4, 6))  # a piece of it was asked for first
     assert [s[0] for s in steps] == ["empty", "strided", "aten", "empty", "aten", "view"]
-    steps, results, *_ = recorded(lambda x: (torch.empty(4, 6).view(2, 12), None), draw(1))
-    assert (steps, results) == ((("empty", 1, 6, 0, (2, 12)),), (1, -1))
+
+    def in_place(x: Tensor) -> tuple[Tensor, None]:
+        made = torch.empty(4, 6).view(2, 12)
+        made.copy_(x)
+        return made, None
+
+    steps, results, *_ = recorded(in_place, draw(1))
+    assert (steps, results) == ((("empty", 1, 6, 0, (2, 12)), ("copy", 1, 0)), (1, -1))
 
 
 def test_what_is_given_is_left_as_it_was() -> None:
@@ -93,7 +99,7 @@ def test_calls_of_compiled_libraries() -> None:
         assert recorder.attempt(function, y)
         return (y,)
 
-    steps, results, _, owners, *_ = recorded(run, draw(3, 4))
+    steps, _, _, owners, *_ = recorded(run, draw(3, 4))
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert steps[1:] == (
         ("strided", 2, 0, (3, 3, 4, 1, 1)),
@@ -113,8 +119,13 @@ ONES = torch.ones(3, 4)
         lambda x: tuple(torch.max(x, 0)),
         lambda x: (torch.cat([x, x]),),
         lambda x: (x.view(torch.int32),),
+        lambda x: (torch.empty_like(x),),
+        lambda x: (x * x.sum().item(),),
     ],
-    ids=["neither given nor made", "two results", "a list of tensors", "another dtype"],
+    ids=[
+        *("neither given nor made", "two results", "a list of tensors", "another dtype"),
+        *("a result that nothing writes to", "a number"),
+    ],
 )
 def test_what_has_no_steps(function: Any) -> None:
     assert recorder.record(function, [draw(3, 4)]) is None

@@ -2,73 +2,58 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from fastlinear.ops.common import fastpath, fastpath_node
-from fastlinear.ops.common.tape import Tape
+from fastlinear.ops.common import fastpath, fastpath_node, recorded, recorder
 
 pytestmark = pytest.mark.skipif(fastpath_node.reason_not() is not None, reason="no C++ tapes here")
 
 
-def test_a_product_is_added_to_what_is_there() -> None:
+def test_steps_compute_what_python_does() -> None:
+    """Products of each kind, sums, views of any strides and offsets, copies, and boxed ops."""
     assert fastpath.wait(), fastpath.reason_not()
     assert fastpath_node.wait(), fastpath_node.reason_not()
     table = fastpath.table("common.test_tape")
     assert table is not None
-    table.clear()
-    p = Tape(3)
-    total = p.product(0, 1)
-    p.accumulate(total, 0, 2)
-    a, b, c = given = tuple(torch.randn(s) for s in ((5, 6), (6, 7), (6, 7)))
 
-    def fails(*_: Tensor) -> Tensor:
-        raise AssertionError("in Python")
+    def products(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        total = torch.mm(a.t().contiguous().t(), b)
+        total.addmm_(a, c)
+        return functional.linear(total, b, total[0, :6]).sum((0,)) * 2
 
-    assert table.admit(*given, fastpath_node.tape(p.spec(total), given, fails))
-    with torch.no_grad():
-        expected = (a @ b).addmm_(a, c)
-        for _ in range(2):
-            y = table.call(*given)
-            assert y is not None
-            assert torch.equal(y, expected)
+    def batches(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        total = a.new_empty(4, 3, 6)
+        total.copy_(c)
+        total.transpose(0, 1).baddbmm_(a.transpose(0, 1), b)
+        other = torch.empty_like(total)
+        torch.bmm(a.transpose(0, 1).contiguous(), b, out=other.transpose(0, 1))
+        sums = total.sum((0, 1)).as_strided((3, 2, 3), (0, 3, 1))
+        return torch.bmm(sums, other[1:].as_strided((3, 3, 2), (5, 1, 1), 3))
 
+    def activations(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        made = functional.leaky_relu(functional.gelu(a, approximate="tanh"), 0.2)
+        return torch.where(made > b.sum(), made, c.mean((0, 1), keepdim=True)) + a.new_zeros(1)
 
-def test_batched_products_and_their_layouts() -> None:
-    """Views of any strides, products into them, copies, sums over some dimensions."""
-    assert fastpath.wait(), fastpath.reason_not()
-    assert fastpath_node.wait(), fastpath_node.reason_not()
-    table = fastpath.table("common.test_tape")
-    assert table is not None
-    table.clear()
-    a, b, c = given = tuple(torch.randn(s) for s in ((4, 3, 5), (3, 5, 6), (3, 6)))
-    p = Tape(3)
-    by_group = p.strided(0, (3, 4, 5), (5, 15, 1))
-    total = p.empty((4, 3, 6), a.dtype, 0)
-    p.copy(total, 2)
-    p.accumulate_batched(p.strided(total, (3, 4, 6), (6, 18, 1)), by_group, 1)
-    other = p.empty((4, 3, 6), a.dtype, 0)
-    p.batched(p.dense(by_group), 1, into=p.strided(other, (3, 4, 6), (6, 18, 1)))
-    rows = p.row_sum(total, (0, 1))
-    y = p.batched(p.strided(rows, (3, 2, 3), (0, 3, 1)), p.strided(other, (3, 3, 2), (5, 1, 1)))
+    shapes = ((5, 6), (6, 7), (6, 7)), ((4, 3, 5), (3, 5, 6), (3, 6)), ((4, 5), (3, 3), (2, 2))
+    for function, sizes in zip((products, batches, activations), shapes, strict=True):
+        table.clear()
+        given = tuple(torch.randn(size) for size in sizes)
 
-    def fails(*_: Tensor) -> Tensor:
-        raise AssertionError("in Python")
+        def python(*given: Tensor, function: Any = function) -> Tensor:
+            assert recorder.active() is not None, "in Python"
+            return function(*given)  # type: ignore[no-any-return]
 
-    plan = fastpath_node.tape(p.spec(y), given, fails)
-    assert table.admit(*given, plan)
-    with torch.no_grad():
-        sums = c.expand(4, 3, 6).clone()
-        sums.transpose(0, 1).baddbmm_(a.transpose(0, 1), b)
-        products = torch.empty(4, 3, 6)
-        torch.bmm(a.transpose(0, 1).contiguous(), b, out=products.transpose(0, 1))
-        left = sums.sum((0, 1)).as_strided((3, 2, 3), (0, 3, 1))
-        expected = torch.bmm(left, products.as_strided((3, 3, 2), (5, 1, 1)))
-        for _ in range(2):
-            found = table.call(*given)
-            assert found is not None
-            assert torch.equal(found, expected)
+        with torch.no_grad():
+            assert table.admit(*given, recorded.inference(python, *given))
+            for _ in range(2):
+                found = table.call(*given)
+                assert found is not None
+                assert torch.equal(found, function(*given))
 
 
 @pytest.mark.parametrize("spends", [True, False])
@@ -90,18 +75,17 @@ def test_what_a_backward_spends_is_freed_at_its_last_use(spends: bool) -> None:
     def backward(dy: Tensor, hidden: None, shape: object, given: tuple[Tensor, ...], *rest: object):
         return None, dy.t() @ given[0], dy.t() @ given[0]
 
-    def recorder(needs: object, dy: Tensor, given: object, kept: object, last: bool) -> object:
+    def tape(needs: object, dy: Tensor, given: Any, kept: Any, last: bool) -> object:
         over.append(last)
-        p = Tape(6)
-        made = [p.product(number, 1, a_turned=True) for number in (4, 5)]
-        if spends and last:
-            p.spend(4)
-            p.spend(5)
-        return p.spec(None, *made)
+
+        def made(dy: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
+            return None, torch.mm(rest[3].t(), rest[0]), torch.mm(rest[4].t(), rest[0])
+
+        return recorder.record(made, (dy, *given, *kept), (4, 5) if spends and last else ())
 
     kept = fastpath_node.SPENT, fastpath_node.SPENT
     plan = fastpath_node.node(
-        "TestBackward", (x, u, v), forward, backward, recorder, None, kept, (-1,) * 3
+        "TestBackward", (x, u, v), forward, backward, tape, None, kept, (-1,) * 3
     )
     assert table.admit(x, u, v, plan)
     large, small = 512 * 64 * 4, 64 * 32 * 4

@@ -17,16 +17,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiled_nodes import needs_nodes
-from gated_ways import BIASES, ORDERS, Way, derive, draw, formula_of, reference_linear, same
+from gated_ways import BIASES, ORDERS, Way, derive, draw, formula_of, reference_linear
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common import fastpath, fastpath_node
+from fastlinear.ops.common import fastpath, fastpath_node, recorded, recorder
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.fastpath_launch import FastpathLaunch
-from fastlinear.ops.gated_mlp import bias_sums, cuda, launches, tape
-from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP
-from fastlinear.ops.gated_mlp.cuda_plans import Plan
+from fastlinear.ops.common.prepared import Prepared
+from fastlinear.ops.gated_mlp import bias_sums, cuda, spec
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 
 pytestmark = needs_nodes
@@ -56,7 +54,7 @@ STANDS: dict[int, Stand] = {}
 MADE: list[str] = []  # launches of sums, in the order in which they were made
 
 
-def stand(like: Sequence[Any], function: Callable[..., None]) -> Plan:
+def stand(like: Sequence[Any], function: Callable[..., None]) -> Prepared:
     """``function`` of tensors laid out as ``like``, wherever the launch says that they lie."""
     laid = [None if t is None else (t.shape, t.stride(), t.dtype) for t in like]
 
@@ -73,10 +71,10 @@ def stand(like: Sequence[Any], function: Callable[..., None]) -> Plan:
             function(*map(at, addresses, laid))
 
     launch: Any = Stand(run, len(laid))
-    return Plan(launch, launch.arguments)
+    return Prepared(launch, 0, [(a, i) for i, a in enumerate(launch.arguments)])
 
 
-def gate_plan(tensors: Sequence[Any], activation: str, save: bool, _: Any) -> Plan:
+def gate_plan(tensors: Sequence[Any], activation: str, save: bool, _: Any) -> Prepared:
     def run(x: Any, wg: Any, wu: Any, h: Any, pre_g: Any, pre_u: Any, bg: Any, bu: Any) -> None:
         gate, up = F.linear(x, wg, bg), F.linear(x, wu, bu)
         if save:
@@ -87,7 +85,7 @@ def gate_plan(tensors: Sequence[Any], activation: str, save: bool, _: Any) -> Pl
     return stand(tensors, run)
 
 
-def through_plan(tensors: Sequence[Any], activation: str, needs_h: bool, _: Any) -> Plan:
+def through_plan(tensors: Sequence[Any], activation: str, needs_h: bool, _: Any) -> Prepared:
     def run(*given: Any) -> None:
         dy, down, gate, up, dg, du, h, sums, again, shares = given
         *found, through = derive(dy @ down, gate, up, activation)
@@ -111,12 +109,12 @@ def share(dy: Tensor, shares: Tensor) -> None:
     shares[-1] = dy.sum(0)
 
 
-def shares_plan(tensors: Sequence[Any]) -> Plan:
+def shares_plan(tensors: Sequence[Any]) -> Prepared:
     MADE.append("shares")
     return stand(tensors, share)
 
 
-def sums_plan(tensors: Sequence[Any], like: Tensor) -> Plan:
+def sums_plan(tensors: Sequence[Any], like: Tensor) -> Prepared:
     def run(sums: Any, gate: Any, up: Any, shares: Any, down: Any) -> None:
         for part, values in zip((gate, up), () if sums is None else sums.sum(1), strict=False):
             if part is not None:
@@ -128,22 +126,6 @@ def sums_plan(tensors: Sequence[Any], like: Tensor) -> Plan:
     return stand(tensors, run)
 
 
-def passes(arguments: Sequence[Any], activation: str, order: str, *, backward: bool) -> Any:
-    """``launches.elementwise``"""
-
-    def forward_run(gate: Any, up: Any, h: Any) -> None:
-        h.copy_(activation_of(activation).value(gate) * up)
-
-    def backward_run(dh: Any, gate: Any, up: Any, dg: Any, du: Any, h: Any, _: Any) -> None:
-        for into, values in zip((dg, du, h), derive(dh, gate, up, activation), strict=True):
-            into.copy_(values)
-
-    plan: Any = stand(launches._tensors(arguments), backward_run if backward else forward_run)
-    where = plan.launch._handle, plan.launch._config_ref, plan.launch._slots_ref
-    slots = list(zip(plan.slots, arguments, strict=True))
-    return launches._placed(FastpathLaunch(*where, (), (), plan), slots)
-
-
 @pytest.fixture
 def _stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels of the node library are Python functions on a CPU's memory."""
@@ -153,11 +135,11 @@ def _stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(cuda, name, globals()[name])
     for name in ("shares_plan", "sums_plan"):
         monkeypatch.setattr(bias_sums, name, globals()[name])
-    monkeypatch.setattr(launches, "elementwise", passes)
     monkeypatch.setattr(cuda, "down_choice", lambda *_: ("eager", reference_linear))
     for module in (cuda, bias_sums):
-        monkeypatch.setattr(module, "run", lambda _, make, __, tensors: make().run(tensors, 0))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+        monkeypatch.setattr(module, "run", lambda _, make, __, tensors: make()(*tensors))
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
+        monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
     monkeypatch.setattr(driver, "make_current", lambda _: None)
     monkeypatch.setattr(driver, "loading_allowed", nullcontext)
     pointer = ctypes.c_void_p
@@ -234,27 +216,15 @@ def test_the_elementwise_pass(order: str, save: bool) -> None:
 
 
 @pytest.mark.usefixtures("_stood_in")
-def test_what_no_tape_describes_stays_in_python() -> None:
-    """A copy that comes first, PyTorch's ops instead of a kernel, biases that Triton sums."""
-
-    def ran(formula: Formula, given: Sequence[Tensor | None]) -> None:
-        way = Way(formula, given)
-        with pytest.raises(AssertionError, match="in Python"):
-            way.compare(given)
-        way.python = True
-        wanted = [t for t in given if t is not None and t.requires_grad]
-        y, expected = way(given), GatedMLP.apply(*given, way.plain)
-        grads = [torch.autograd.grad(t.sum(), wanted) for t in (y, expected)]
-        same([y, *grads[0]], [expected, *grads[1]])
-
+def test_copies_that_come_first_and_gradients_by_pytorchs_ops() -> None:
     given = draw((9, 16), "apart", "no", (False, False, False, True, False, False, False))
-    ran(formula_of("cuda", "apart"), given)
-    ran(formula_of("elementwise", "apart"), draw((9, 16), "apart", "yes"))
-    given = draw((9, 17), "apart", "no")
-    wide = draw((9, 16), "apart", "no")
+    Way(formula_of("cuda", "apart"), given).compare(given)
+    given = draw((9, 16), "apart", "yes")
+    Way(formula_of("elementwise", "apart"), given).compare(given)
+    given, wide = draw((9, 17), "apart", "no"), draw((9, 16), "apart", "no")
     assert given[0] is not None
     wide[0] = given[0].detach()[:, 1:].requires_grad_()  # rows of 17 numbers
-    ran(formula_of("cuda", "apart"), wide)
+    Way(formula_of("cuda", "apart"), wide).compare(wide)
 
 
 @pytest.mark.usefixtures("_stood_in")
@@ -276,9 +246,6 @@ def test_calls_without_gradients(order: str) -> None:
     table = fastpath.table("gated_mlp.test")
     assert table is not None
 
-    def fails(*_: Any) -> Any:
-        raise AssertionError("in Python")
-
     with torch.no_grad():
         for backend, down, shape in itertools.product(
             ("cuda", "elementwise"), (True, False), ((9, 16), (2, 5, 16))
@@ -287,9 +254,15 @@ def test_calls_without_gradients(order: str) -> None:
             given: Any = draw(shape, order, bias, (False,) * 7, down=down)
             x, weights, biases = given[0], Weights(*given[1:4]), Biases(*given[4:])
             table.clear()
-            plan = tape.inference(backend, "silu", order, fails, x, weights, biases)
-            assert table.admit(x, weights[:], biases[:], "a", plan)
             run = formula_of(backend, order).run
+            plain = spec._inference(run, "silu", order)
+
+            def python(*given: Any, plain: Any = plain) -> Tensor:
+                assert recorder.active() is not None, "in Python"
+                return plain(*given)  # type: ignore[no-any-return]
+
+            plan = recorded.inference(python, x, weights[:], biases[:])
+            assert table.admit(x, weights[:], biases[:], "a", plan)
             expected = run(x.reshape(-1, 16), weights, biases, "silu", order, False)[0]
             y = table.call(x, weights[:], biases[:], "a")
             assert y.shape[:-1] == x.shape[:-1]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import fastpath, fastpath_node
+from fastlinear.ops.common import fastpath, fastpath_node, recorder
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import backends, onednn, reference, tape
 from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_from
 from fastlinear.ops.linear_act.problem import problem
-from fastlinear.ops.linear_act.tape import Training
 
 Given = tuple[Tensor, Tensor, Tensor | None]
 ONEDNN = onednn.reason_not(problem("forward", 1, 1, 1, dtype="float32", device="cpu")) is None
@@ -27,36 +27,29 @@ def loaded(piece: str, name: str) -> Callable[..., Any]:
     return found.load()
 
 
-def trained(activation: str, **names: str) -> Training:
-    """A training call's recipe out of named backends."""
+def trained(activation: str, **names: str) -> Formula:
+    """A training call's formula out of named backends."""
     names = {**EAGER, **names}
     if "backward" in names:
         backward = loaded("backward", names["backward"])
-        pieces = {"backward": names["backward"]}
     else:
-        pieces = {p: names[p] for p in PIECES}
-        backward = backward_from(*(loaded(p, n) for p, n in pieces.items()))
+        backward = backward_from(*(loaded(p, names[p]) for p in PIECES))
     forward = loaded("forward", names["forward"])
-    formula = Formula(activation, activation_of(activation).saved, forward, backward)
-    return Training(formula, names["forward"], pieces)
+    return Formula(activation, activation_of(activation).saved, forward, backward)
 
 
 class Way:
-    """Calls of one recipe through the fast path, and the backwards that Python ran."""
+    """Calls of one formula through the fast path, and the backwards that Python ran."""
 
-    def __init__(self, training: Training, *given: Tensor | None) -> None:
+    def __init__(self, formula: Formula, *given: Tensor | None) -> None:
         self.ran = 0
-        plain = training.formula.backward
+        plain = formula.backward
 
         def counted(*arguments: Any) -> Any:
-            self.ran += 1
+            self.ran += recorder.active() is None
             return plain(*arguments)
 
-        formula = Formula(
-            training.formula.activation, training.formula.saved, training.formula.run, counted
-        )
-        self.formula = formula
-        self.training = Training(formula, training.forward, training.backward)
+        self.formula = replace(formula, backward=counted)
         found = fastpath.table("linear_act.test")
         assert found is not None
         self.table = found
@@ -68,7 +61,7 @@ class Way:
         if x.is_cuda:
             assert fastpath.serves_cuda()
             assert fastpath_node.serves_cuda()
-        plan = tape.node(self.training, x, w, b)
+        plan = tape.node(self.formula, x, w, b)
         assert plan is not None
         assert self.table.admit(x, w, b, self.formula.activation, None, plan)
 

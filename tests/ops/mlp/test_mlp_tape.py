@@ -13,18 +13,17 @@ from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.core.compare import judge
-from fastlinear.ops.common import fastpath
+from fastlinear.ops.common import fastpath, recorded, recorder
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.mlp import (
     layerwise,
     reference,
-    tape,
+    spec,
     whole_cuda,
     whole_triton,
     whole_triton_plans,
 )
 from fastlinear.ops.mlp.spec import FRONT
-from fastlinear.ops.mlp.tape import Inference
 from fastlinear.ops.mlp.whole_clusters import ClustersPlan
 from fastlinear.ops.mlp.whole_grid import GridPlan
 from fastlinear.ops.mlp.whole_stream import StreamPlan
@@ -51,12 +50,12 @@ class Way:
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def fallback(self, *given: Any) -> Tensor:
-        self.back += 1
+        self.back += recorder.active() is None
         return self.python(*given)
 
     def admit(self, x: Tensor, ws: Any, bs: Any) -> None:
         self.python(x, ws, bs)
-        plan = tape.inference(Inference(*self.names), x, ws, bs, self.fallback)
+        plan = recorded.inference(self.fallback, x, ws, bs)
         assert plan is not None
         assert self.table.admit(x, ws, bs, *self.names, plan)
 
@@ -138,8 +137,7 @@ def test_weights_of_another_device_are_another_kind_of_call() -> None:
 
 def test_too_many_tensors_stay_with_python() -> None:
     ws, bs = chain(4, (4,) * 40)
-    made = tape.inference(Inference("relu", "none"), draw(2, 4), ws, bs, lambda *_: draw(1))
-    assert made is None
+    assert spec._inference_in_table(lambda *_: draw(1), draw(2, 4), ws, bs) is None
 
 
 @pytest.mark.gpu

@@ -100,7 +100,12 @@ def _one_launch(spec: tuple[Any, ...], plan: Callable[..., Tensor], tensors: Seq
     """The table's own plan where a tape is one launch, whose result has the shape of x but for its
     last size; else None."""
     steps, (y,), masks, _, stream, _ = spec
-    if stream is not None or [step[0] for step in steps] != ["empty", "kernel"] or y != steps[0][1]:
+    if (
+        not tensors[0].is_cuda
+        or stream is not None
+        or [step[0] for step in steps] != ["empty", "kernel"]
+        or y != steps[0][1]
+    ):
         return None
     x, (dtype, _, shape) = tensors[0], steps[0][2:]
     if recorder.SCALAR_TYPES[x.dtype] != dtype or shape[:-1] != tuple(x.shape[:-1]):

@@ -55,6 +55,7 @@ class _Memory:
         views: how a tensor with that memory lies → its number.
         dense: how many elements tensor ``number`` has where it is contiguous, else -1; None while
             nothing has asked how it lies.
+        read: whether a step reads or writes it, besides the one that makes it.
     """
 
     number: int
@@ -62,6 +63,7 @@ class _Memory:
     step: list[Any] | None = None
     views: dict[Any, int] = field(default_factory=dict)
     dense: int | None = None
+    read: bool = False
 
     @classmethod
     def of(cls, number: int, t: Tensor, step: list[Any] | None = None) -> _Memory:
@@ -194,6 +196,7 @@ class Recording(TorchDispatchMode):
             self._new(made)
         elif schema.name in _ZEROS:
             memory = self._new(made)
+            self._home(made)
             self._steps.append(["aten", self._number(), "aten::zero_", "", (memory,)])
         else:
             self._compute(func, arguments, made)
@@ -220,7 +223,8 @@ class Recording(TorchDispatchMode):
         step[1] = number
         self._steps.append(step)
         if result is not None:
-            self._memory[_key(result)] = _Memory.of(number, result, step)
+            home = self._memory[_key(result)] = _Memory.of(number, result, step)
+            home.read = True  # by the op that makes it
 
     def _boxed(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -230,7 +234,7 @@ class Recording(TorchDispatchMode):
         elif isinstance(value, torch.memory_format):
             value = _MEMORY_FORMATS[value]
         elif isinstance(value, list | tuple):
-            if not all(isinstance(v, int) for v in value):
+            if not all(isinstance(v, int | float) for v in value):
                 raise NotRecordable("an argument that is a list of tensors")
             value = tuple(value)
         elif not isinstance(value, int | float | str | None):
@@ -275,6 +279,7 @@ class Recording(TorchDispatchMode):
         found = self._memory.get(_key(t))
         if found is None:
             raise NotRecordable("a tensor that was neither given nor made")
+        found.read = True
         return found
 
     def _start(self, t: Tensor) -> int:
@@ -309,6 +314,10 @@ class Recording(TorchDispatchMode):
 
     def spec(self, results: Sequence[Tensor | None], spent: Sequence[int]) -> tuple[Any, ...]:
         """The tuple that ``tape.h`` describes."""
+        for t in results:
+            home = None if t is None else self._memory.get(_key(t))
+            if home is not None and home.step is not None and not home.read:
+                raise NotRecordable("a result that nothing writes to")
         numbers = tuple(-1 if t is None else self._at(t) for t in results)
         steps = tuple(map(tuple, self._steps))
         return (steps, numbers, tuple(self._masks), self._owners, self._stream, tuple(spent))

@@ -55,7 +55,7 @@ inline at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& w, const
 //   dense   out, in: a copy unless in is
 //   kernel  a kernel's tuple                        linear  out, x, weight, bias or -1
 //   aten    out, the op's name, its overload, (arguments of its schema...): a tensor's number or a
-//           (constant,), a tuple of integers among them
+//           (constant,), a tuple of numbers among them
 //   mm      out, a, a transposed, b, b transposed   sum     out, a, (dimensions)
 //   addmm   in and out, a, b: in += a b             copy    in and out, a: broadcast
 //   bmm     out, a, b                               bmminto in and out, a, b: in = a b
@@ -64,14 +64,12 @@ inline at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& w, const
 //           tensor in its memory
 //   addcmul in and out, a, b, c: in = a + b * c
 //   onednn  out, x, transposed, weight, transposed, bias or -1
-//   cact    out, in, code, function's address, bias or -1: then in + bias is kept in in
-//   cdact   dpre, db or -1, dy, saved, code, chunks, function's address
 //   call    function's address, (arguments...): a number, a (tensor's number,) or -1 for its
 //           memory, or an array of such
 //   attempt as call, of a function whose result is 0 where Python has to take the call
 struct Step {
   enum Kind {
-    kEmpty, kView, kKernel, kLinear, kAten, kMm, kAddMm, kSum, kOneDnn, kCAct, kCDact, kCall,
+    kEmpty, kView, kKernel, kLinear, kAten, kMm, kAddMm, kSum, kOneDnn, kCall,
     kStrided, kDense, kCopy, kBmm, kBmmInto, kBaddBmm, kAttempt, kClaim, kAddcmul
   };
   struct Argument {
@@ -118,7 +116,6 @@ struct Step {
       case kBaddBmm: return {n[0], n[1], n[2]};
       case kMm: return {n[0], n[1], n[3]};
       case kOneDnn: return {n[0], n[1], n[3], n[5]};
-      case kCDact: return {n[0], n[1], n[2], n[3]};
       default: return {n[0], n[1]};
     }
   }
@@ -229,8 +226,8 @@ class Tape {
 
   void add(PyObject* spec) {
     static constexpr const char* kNames[] = {"empty",  "view",  "kernel",  "linear",  "aten",
-                                             "mm",     "addmm", "sum",     "onednn",  "cact",
-                                             "cdact",  "call",  "strided", "dense",   "copy",
+                                             "mm",     "addmm", "sum",     "onednn",
+                                             "call",   "strided", "dense", "copy",
                                              "bmm",    "bmminto", "baddbmm", "attempt", "claim",
                                              "addcmul"};
     constexpr int kKinds = sizeof(kNames) / sizeof(kNames[0]);
@@ -262,11 +259,6 @@ class Tape {
           step.n[i++] = integer(spec, at);
         }
       }
-      if (kind == Step::kCAct) step.function = reinterpret_cast<void*>(step.n[3]);
-      if (kind == Step::kCDact) {
-        step.function = reinterpret_cast<void*>(step.n[6]);
-        reach(step.n[1]);
-      }
       reach(step.n[0]);
     }
     steps_.push_back(std::move(step));
@@ -294,7 +286,16 @@ class Tape {
   static c10::IValue constant(PyObject* value, const c10::Type& type) {
     if (value == nullptr || PyErr_Occurred()) throw PythonError();
     if (value == Py_None) return {};
-    if (PyTuple_Check(value)) return integers(value);
+    if (PyTuple_Check(value)) {
+      if (type.kind() != c10::TypeKind::ListType ||
+          type.containedType(0)->kind() != c10::TypeKind::OptionalType)
+        return integers(value);
+      c10::List<std::optional<at::Scalar>> numbers;
+      for (Py_ssize_t i = 0; i < PyTuple_Size(value); ++i)
+        numbers.push_back(at::Scalar(PyFloat_AsDouble(PyTuple_GetItem(value, i))));
+      if (PyErr_Occurred()) throw PythonError();
+      return numbers;
+    }
     if (PyBool_Check(value)) return value == Py_True;
     if (PyUnicode_Check(value)) return std::string(PyUnicode_AsUTF8(value));
     const bool whole = PyLong_Check(value) && type.kind() != c10::TypeKind::FloatType;
@@ -441,25 +442,6 @@ class Tape {
       case Step::kOneDnn:
         r[n[0]] = onednn_product(turned(r[n[1]], n[2]), turned(r[n[3]], n[4]), bias(n[5]));
         return true;
-      case Step::kCAct: {
-        using Function = int (*)(int, const void*, void*, int64_t, int);
-        using WithBias = int (*)(int, const void*, const void*, void*, void*, int64_t, int64_t, int);
-        const auto& in = r[n[1]];
-        if (!r[n[0]].defined()) r[n[0]] = empty(in.sizes(), in.scalar_type(), in.device());
-        const int code = static_cast<int>(n[2]), threads = at::get_num_threads();
-        void* out = r[n[0]].mutable_data_ptr();
-        if (n[4] < 0) {
-          reinterpret_cast<Function>(s.function)(code, in.const_data_ptr(), out, in.numel(), threads);
-        } else {
-          void* from = in.mutable_data_ptr();
-          reinterpret_cast<WithBias>(s.function)(code, from, r[n[4]].const_data_ptr(), out,
-                                                 n[0] == n[1] ? nullptr : from, in.size(0),
-                                                 in.size(1), threads);
-        }
-        return true;
-      }
-      case Step::kCDact:
-        return column_sums(s, r);
       case Step::kCall:
         call<void>(s, r);
         return true;
@@ -491,28 +473,6 @@ class Tape {
     }
     auto* impl = r[out].unsafeGetTensorImpl();
     if (!impl->is_inference()) impl->bump_version();
-    return true;
-  }
-
-  // dpre and, in float64 partial sums, db: as ops/common/cpp_elementwise.py calls it
-  static bool column_sums(const Step& s, Tensors& r) {
-    using Function = int (*)(int, const void*, const void*, void*, void*, void*, int64_t, int64_t,
-                             int64_t, int);
-    const auto& n = s.n;
-    const auto &dy = r[n[2]], &saved = r[n[3]];
-    const int64_t rows = dy.size(0), columns = dy.size(1), chunks = n[5];
-    r[n[0]] = empty(dy.sizes(), dy.scalar_type(), dy.device());
-    void *db = nullptr, *partials = nullptr;
-    at::Tensor room;
-    if (n[1] >= 0) {
-      r[n[1]] = empty({columns}, dy.scalar_type(), dy.device());
-      room = empty({chunks, columns}, c10::ScalarType::Double, dy.device());
-      db = r[n[1]].mutable_data_ptr();
-      partials = room.mutable_data_ptr();
-    }
-    reinterpret_cast<Function>(s.function)(static_cast<int>(n[4]), dy.const_data_ptr(),
-                                           saved.const_data_ptr(), r[n[0]].mutable_data_ptr(), db,
-                                           partials, rows, columns, chunks, at::get_num_threads());
     return true;
   }
 };

@@ -19,6 +19,7 @@ from fastlinear.core.precision import matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import Choice, select
+from fastlinear.ops.common import recorder
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act import problem as linear_act
@@ -74,7 +75,7 @@ def forward(
     if save:
         return _saving(x, weights, biases, runs)
     h = x
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or recorder.active() is not None:  # whose buffers are its own
         for weight, bias, (run, name, _) in zip(weights, biases, runs, strict=True):
             h = run(h, weight, bias, name, False)[0]
         return h, ()
