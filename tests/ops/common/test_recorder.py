@@ -93,7 +93,7 @@ def test_calls_of_compiled_libraries() -> None:
         assert recorder.attempt(function, y)
         return (y,)
 
-    steps, results, _, owners, *_ = recorded(run, draw(3, 4))
+    steps, _, _, owners, *_ = recorded(run, draw(3, 4))
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert steps[1:] == (
         ("strided", 2, 0, (3, 3, 4, 1, 1)),

@@ -135,6 +135,12 @@ class Recording(TorchDispatchMode):
         """The tape serves only calls whose tensor, a given one, lies where t does."""
         self._masks[self.memory(t)[0]] = -1
 
+    def only_as_aligned(self, t: Tensor) -> None:
+        """The tape serves only calls whose tensor is as aligned as t, where that was given."""
+        number, _ = self.memory(t)
+        if number < len(self._masks):
+            self._masks[number] |= _ALIGNMENT
+
     def only_on(self, stream: int) -> None:
         """The tape may run on this raw stream only."""
         self._stream = stream
@@ -278,7 +284,25 @@ class Recording(TorchDispatchMode):
 
     def spec(self, results: Sequence[Tensor | None], spent: Sequence[int]) -> tuple[Any, ...]:
         """The tuple that ``tape.h`` describes."""
-        numbers = tuple(-1 if t is None else self._at(t) for t in results)
+        return self._spec(tuple(-1 if t is None else self._at(t) for t in results), spent)
+
+    def lists(self, results: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """The pair that ``fastpath_lists.h`` describes, whose pieces are the results."""
+        pieces = tuple(map(self.piece, results))
+        numbers = dict.fromkeys(piece[0] for piece in pieces if piece is not None)
+        return self._spec(tuple(numbers), ()), pieces
+
+    def piece(self, t: Tensor | None) -> tuple[int, tuple[int, ...], int] | None:
+        """A dense result: the number of the tensor whose memory it lies in, its shape, and how many
+        elements lie before it."""
+        if t is None:
+            return None
+        home = self._home(t)
+        if home.step is None or not t.is_contiguous():
+            raise NotRecordable("a piece that is not dense, or of a given tensor")
+        return home.number, tuple(t.shape), int(t.storage_offset())
+
+    def _spec(self, numbers: tuple[int, ...], spent: Sequence[int]) -> tuple[Any, ...]:
         steps = tuple(map(tuple, self._steps))
         return (steps, numbers, tuple(self._masks), self._owners, self._stream, tuple(spent))
 
@@ -295,6 +319,8 @@ def record(
     function: Callable[..., Sequence[Tensor | None]],
     given: Sequence[Tensor | None],
     spent: Sequence[int] = (),
+    *,
+    pieces: bool = False,
 ) -> tuple[Any, ...] | None:
     """A function of tensors as a tape, or None where something it does has no steps.
 
@@ -305,6 +331,7 @@ def record(
         function: the given tensors → results, None among both.
         given: tensors laid out as those that the tape will be given.
         spent: numbers of given tensors that the tape may give back after their last use.
+        pieces: whether results may share memory: what is made is then a tape and its pieces.
     """
     if any(t is not None and (t.is_neg() or t.is_conj()) for t in given):
         return None
@@ -316,7 +343,7 @@ def record(
         try:
             with recording:
                 results = function(*recording._given)
-            return recording.spec(results, spent)
+            return recording.lists(results) if pieces else recording.spec(results, spent)
         except (NotRecordable, torch.OutOfMemoryError):
             return None
         finally:
@@ -325,7 +352,7 @@ def record(
 
 def run(function: Any, *arguments: Any) -> Any:
     """Call a C function, or record the call: arguments are numbers, tensors for their memory, None
-    for null, and objects of ctypes for theirs."""
+    for null, lists of tensors for an array of such, and objects of ctypes for theirs."""
     recording = active()
     if recording is not None:
         return recording.call(ctypes.cast(function, ctypes.c_void_p).value or 0, arguments)
@@ -345,6 +372,8 @@ def attempt(function: Any, *arguments: Any) -> bool:
 def _passed(argument: Any) -> Any:
     if argument is None:
         return 0
+    if isinstance(argument, list):
+        return (ctypes.c_void_p * len(argument))(*map(_passed, argument))
     return argument.data_ptr() if isinstance(argument, Tensor) else argument
 
 
