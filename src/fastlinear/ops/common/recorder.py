@@ -373,7 +373,8 @@ def _passed(argument: Any) -> Any:
     if argument is None:
         return 0
     if isinstance(argument, list):
-        return (ctypes.c_void_p * len(argument))(*map(_passed, argument))
+        found = [0 if t is None else t.data_ptr() for t in argument]
+        return (ctypes.c_void_p * len(found))(*found)
     return argument.data_ptr() if isinstance(argument, Tensor) else argument
 
 
