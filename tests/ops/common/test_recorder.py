@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from typing import Any
 
 import pytest
@@ -107,6 +108,56 @@ def test_calls_of_compiled_libraries() -> None:
         ("attempt", address, ((1,),)),
     )
     assert owners == [described]
+
+
+def test_lists_of_tensors_for_arrays() -> None:
+    """As addresses, of which some are null, and as numbers of a tape."""
+    array, found = ctypes.POINTER(ctypes.c_void_p), list[int | None]()
+
+    @ctypes.CFUNCTYPE(None, array, ctypes.c_void_p)
+    def function(addresses: Any, _: int) -> None:
+        found.extend(addresses[:3])
+
+    x, y = draw(3, 4), draw(2)
+    recorder.run(function, [x[:, 1:], None, y], x)
+    assert found == [x.data_ptr() + 4, None, y.data_ptr()]
+    run = partial(recorder.run, function)
+    steps, *_ = recorded(lambda x, y: (run([y, None, x[:, 1:]], x), x)[1:], x, y)
+    assert steps[1][2] == ([1, -1, 2], (0,))
+    assert found[3:] == []
+
+
+def test_results_that_are_pieces_of_one_memory() -> None:
+    def function(x: Tensor, unused: None) -> tuple[Tensor | None, ...]:
+        whole, other = torch.empty(40), x.t().contiguous()
+        y, z = whole[8:20].view(3, 4), whole.as_strided((0, 5), (5, 1), 32)
+        recorder.run(CALLED, whole, y)
+        return y, None, other[1:], z
+
+    found = recorder.record(function, [draw(3, 4), None], pieces=True)
+    assert found is not None
+    (steps, results, *_), pieces = found
+    assert [s[0] for s in steps] == ["empty", "strided", "dense", "strided", "call"]
+    assert pieces == ((2, (3, 4), 8), None, (4, (3, 3), 3), (2, (0, 5), 32))
+    assert results == (2, 4)
+    for unlike in (lambda x: (x[1:],), lambda x: (torch.empty(4, 4).t(),)):
+        assert recorder.record(unlike, [draw(3, 4)], pieces=True) is None
+
+
+def test_what_was_chosen_by_addresses() -> None:
+    def function(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor]:
+        recording, made = recorder.active(), x + y
+        assert recording is not None
+        for t in (x, made, y[1:]):
+            recording.only_as_aligned(t)
+        return (made,)
+
+    assert recorded(function, draw(3), draw(3), draw(3))[2] == (15, 15, 0)
+
+
+@ctypes.CFUNCTYPE(None)
+def CALLED() -> None:
+    raise AssertionError("called")
 
 
 ONES = torch.ones(3, 4)

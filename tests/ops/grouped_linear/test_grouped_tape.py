@@ -133,7 +133,7 @@ def _interpreted(_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
         pairs = zip(arguments, numbers, strict=True)
         found = [(a, n) for a, n in pairs if n is not None]
         places, offsets = tuple((a, n.number) for a, n in found), tuple(n.offset for _, n in found)
-        return FastpathLaunch(*stood(run, slots), places, (), arguments, offsets=offsets)
+        return FastpathLaunch(*stood(run, slots), places, arguments, offsets=offsets)
 
     monkeypatch.setattr(Launch, "__call__", call)
     monkeypatch.setattr(Launch, "in_fastpath", in_fastpath)

@@ -220,7 +220,7 @@ def test_tapes_read_the_sizes_at_each_call(
     with monkeypatch.context() as watched:
         for module, name in ((cpp, "forward"), (cpp, "backward"), (FRONT, "looked_up")):
             watched.setattr(module, name, in_python)
-        watched.setattr(formula.Formula, "gradients", in_python)
+        watched.setattr(formula.Formula, "functions", in_python)
         fresh = drawn(20, 36, dtype)
         found = []
         for sizes in SIZES:

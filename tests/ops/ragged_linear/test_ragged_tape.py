@@ -19,7 +19,7 @@ from tape_checks import at, fails, same, stood
 from torch import Tensor
 
 import fastlinear as fl
-from fastlinear.ops.common import fastpath, fastpath_node
+from fastlinear.ops.common import fastpath, fastpath_node, recorder
 from fastlinear.ops.common.fastpath_launch import FastpathLaunch
 from fastlinear.ops.ragged_linear import formula, tape
 from fastlinear.ops.ragged_linear.formula import Formula, Ragged
@@ -66,8 +66,9 @@ def _launched(monkeypatch: pytest.MonkeyPatch, nodes_built: None) -> Iterator[No
 
         slots = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         pairs = zip(arguments, numbers, strict=True)
-        places = tuple((a, n) for a, n in pairs if n is not None)
-        return FastpathLaunch(*stood(run, slots), places, (), arguments)
+        found = [(a, n) for a, n in pairs if n is not None]
+        places, offsets = tuple((a, n.number) for a, n in found), tuple(n.offset for _, n in found)
+        return FastpathLaunch(*stood(run, slots), places, arguments, offsets=offsets)
 
     monkeypatch.setattr(Launch, "__call__", call)
     monkeypatch.setattr(Launch, "in_fastpath", in_fastpath)
@@ -129,8 +130,7 @@ class Way:
             before = torch.autograd.grad(expected, wanted, dy)
             with patch.context() as watched:
                 if not python:
-                    watched.setattr(formula.Formula, "forward", fails)
-                    watched.setattr(formula.Formula, "gradients", fails)
+                    watched.setattr(formula.Formula, "functions", fails)
                 y = _table().call(x, w, (sizes, b), self.formula.activation, None)
                 assert y.grad_fn.name() == tape.NAME
                 same([y, *torch.autograd.grad(y, wanted, dy)], [expected, *before])
@@ -146,7 +146,7 @@ def compare_inference(activation: str, given: Given, sizes: Tensor, patch: Any) 
     _table().clear()
     assert _table().admit(x, w, (sizes, b), activation, None, plan)
     with patch.context() as watched:
-        watched.setattr(formula.Formula, "inference", fails)
+        watched.setattr(formula.Formula, "functions", fails)
         same([_table().call(x, w, (sizes, b), activation, None)], [expected])
 
 
@@ -205,6 +205,26 @@ def test_through_descriptors(activation: str, monkeypatch: pytest.MonkeyPatch) -
     triton._plans.clear()
 
 
+@compares
+@pytest.mark.skipif(ON_GPU, reason="takes large weights, which the GPU's tests have")
+@pytest.mark.usefixtures("_launched")
+@pytest.mark.parametrize("bias", [True, False])
+def test_pytorchs_grouped_product_for_weights(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is part of the tape, which follows the sizes of each call and serves dy and x only as
+    aligned as they were."""
+    from fastlinear.ops.ragged_linear import triton
+
+    monkeypatch.setattr(triton, "pytorch_pays", lambda *_: True)
+    given, sizes = drawn(16, 8, 24, bias=bias), torch.tensor([4, 0, 9])
+    Way("none", given, sizes).compare(given, sizes, ([0, 4, 0], [-3, 50, 2]), monkeypatch)
+    found = recorder.record(
+        lambda *tensors: (triton._by_pytorch(*tensors),),
+        [torch.randn(16, 24), torch.randn(16, 8), sizes],
+    )
+    assert found is not None
+    assert found[2] == (15, 15, 0)
+
+
 @pytest.mark.gpu
 class TestOnTheDevice:
     @pytest.mark.parametrize("grad", [True, False])
@@ -226,7 +246,7 @@ class TestOnTheDevice:
             run()
         with monkeypatch.context() as watched:
             watched.setattr(FRONT, "looked_up", fails)
-            watched.setattr(formula.Formula, "gradients", fails)
+            watched.setattr(formula.Formula, "functions", fails)
             same(run(), expected)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())

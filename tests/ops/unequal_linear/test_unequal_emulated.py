@@ -127,8 +127,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     launches.kept_parts.cache_clear()
     for name in ("Launch", "make_current"):
         monkeypatch.setattr(launches.driver, name, Emulated if name == "Launch" else lambda _: None)
-    for module in (autograd, tape):
-        monkeypatch.setattr(module, "kernels", lambda _: cuda)
+    monkeypatch.setattr(autograd, "kernels", lambda _: cuda)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch, "empty", unknown)
     monkeypatch.setattr(launches, "_loaded", loaded)

@@ -4,7 +4,7 @@ addresses."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,7 @@ class FastpathLaunch:
     Attributes:
         function: the driver's handle of the kernel.
         config, slots: addresses of its CUlaunchConfig and of the array of argument addresses.
-        tensors: arguments that hold an address, and which of the call's tensors it is of.
-        masks: for each of the call's tensors the address bits that the kernel was made for.
+        tensors: arguments that hold an address, and which of the tape's tensors it is of.
         memory: whatever config and slots lie in.
         hooks: lists of what must be called around a launch; the fast path launches while all are
             empty.
@@ -35,14 +34,9 @@ class FastpathLaunch:
     config: int
     slots: int
     tensors: tuple[tuple[driver.TensorMap | ctypes.c_void_p, int], ...]
-    masks: tuple[int, ...]
     memory: Any
     hooks: tuple[list[Any], ...] = ()
     offsets: tuple[int, ...] = ()
-
-    def plan(self, fallback: Callable[..., Any], columns: int) -> tuple[Any, ...]:
-        """The fast path's tuple; y has the shape of x but for its last size, ``columns``."""
-        return ("launch", fallback, self.kernel(), self.masks, columns)
 
     def kernel(self) -> tuple[Any, ...]:
         """The kernel's tuple, as ``fastpath_plans.h`` describes it."""
@@ -64,7 +58,6 @@ def launch_of(
     shared_bytes: int,
     arguments: Sequence[driver.Argument],
     tensors: Sequence[tuple[driver.TensorMap | ctypes.c_void_p, int]],
-    masks: tuple[int, ...],
     hooks: tuple[list[Any], ...],
     owner: Any,
 ) -> FastpathLaunch:
@@ -82,19 +75,6 @@ def launch_of(
         ctypes.addressof(config),
         ctypes.addressof(slots),
         tuple(tensors),
-        masks,
         (config, slots, tuple(arguments), owner),
         hooks,
     )
-
-
-def prepared(
-    launch: driver.Launch,
-    tensors: Sequence[tuple[driver.TensorMap | ctypes.c_void_p, int | None]],
-    owner: Any,
-) -> FastpathLaunch:
-    """A launch of memory that nothing else launches from; places of None stay as they are."""
-    assert launch._handle is not None
-    places = tuple((argument, number) for argument, number in tensors if number is not None)
-    where = launch._handle, launch._config_ref, launch._slots_ref
-    return FastpathLaunch(*where, places, (), (launch, owner))

@@ -82,7 +82,6 @@ class Prepared:
                 launch._config_ref,
                 launch._slots_ref,
                 tuple((place, number) for place, _, number, _ in found),
-                (),
                 self,
                 offsets=tuple(offset for *_, offset in found),
             ),

@@ -115,12 +115,66 @@ def _one_launch(spec: tuple[Any, ...], plan: Callable[..., Tensor], tensors: Seq
     return "launch", plan, (function, config, slots, of_y, *rest), masks, shape[-1]
 
 
+def lists(
+    name: str,
+    results: int,
+    leading: Sequence[Any],
+    forward: Callable[..., tuple[list[Tensor], Tensor | None]],
+    gradients: Callable[..., tuple[Tensor | None, ...]] | None,
+    keeps: int,
+) -> Any:
+    """The fast path's plan for calls of lists of a kind that has run, or None while there is no
+    library of nodes.
+
+    Args:
+        leading: tensors, None, or lists or tuples of those.
+        gradients: (gradient of each result, tensors, kept, needs) → a gradient or None for each
+            tensor; None for calls without gradients.
+        name, results, forward, keeps: as ``fastpath_node.lists`` takes them.
+    """
+    tensors = _leaves(leading)
+    if not fastpath_node.begun() or not _serves(tensors):
+        return None
+
+    def flat(*given: Tensor | None) -> list[Tensor]:
+        found, kept = forward(*_nested(given, leading))
+        return found if kept is None else [*found, kept]
+
+    def backward_tape(
+        needs: Sequence[bool],
+        dys: tuple[Tensor | None, ...],
+        given: tuple[Tensor | None, ...],
+        kept: tuple[Tensor | None, ...],
+    ) -> Any:
+        def backward(*every: Tensor | None) -> Sequence[Tensor | None]:
+            assert gradients is not None
+            rest = every[results:]
+            of_call, of_forward = rest[: len(given)], rest[len(given) :]
+            return gradients(every[:results], of_call, of_forward, needs)
+
+        return _record(backward, (*dys, *given, *kept), pieces=True)
+
+    return fastpath_node.lists(
+        name,
+        results,
+        tensors,
+        forward,
+        gradients,
+        None if gradients is None else backward_tape,
+        _record(flat, tensors, pieces=True),
+        keeps,
+    )
+
+
 def _record(
     function: Callable[..., Sequence[Tensor | None]],
     tensors: Sequence[Tensor | None],
     spent: Sequence[int] = (),
+    *,
+    pieces: bool = False,
 ) -> tuple[Any, ...] | None:
-    return recorder.record(function, [None if t is None else t.detach() for t in tensors], spent)
+    given = [None if t is None else t.detach() for t in tensors]
+    return recorder.record(function, given, spent, pieces=pieces)
 
 
 def _serves(tensors: Sequence[Tensor | None]) -> bool:

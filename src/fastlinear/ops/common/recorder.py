@@ -153,6 +153,12 @@ class Recording(TorchDispatchMode):
             raise NotRecordable("a launch made for an address of its own")
         self._masks[number] = -1
 
+    def only_as_aligned(self, t: Tensor) -> None:
+        """The tape serves only calls whose tensor is as aligned as t, where that was given."""
+        number, _ = self.memory(t)
+        if number < len(self._masks):
+            self._masks[number] |= ALIGNMENT
+
     def only_on(self, stream: int) -> None:
         """The tape may run on this raw stream only."""
         self._stream = stream
@@ -315,10 +321,33 @@ class Recording(TorchDispatchMode):
     def spec(self, results: Sequence[Tensor | None], spent: Sequence[int]) -> tuple[Any, ...]:
         """The tuple that ``tape.h`` describes."""
         for t in results:
-            home = None if t is None else self._memory.get(_key(t))
-            if home is not None and home.step is not None and not home.read:
-                raise NotRecordable("a result that nothing writes to")
-        numbers = tuple(-1 if t is None else self._at(t) for t in results)
+            self._written_to(t)
+        return self._spec(tuple(-1 if t is None else self._at(t) for t in results), spent)
+
+    def lists(self, results: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """The pair that ``fastpath_lists.h`` describes, whose pieces are the results."""
+        for t in results:
+            self._written_to(t)
+        pieces = tuple(map(self.piece, results))
+        numbers = dict.fromkeys(piece[0] for piece in pieces if piece is not None)
+        return self._spec(tuple(numbers), ()), pieces
+
+    def piece(self, t: Tensor | None) -> tuple[int, tuple[int, ...], int] | None:
+        """A dense result: the number of the tensor whose memory it lies in, its shape, and how many
+        elements lie before it."""
+        if t is None:
+            return None
+        home = self._home(t)
+        if home.step is None or not t.is_contiguous():
+            raise NotRecordable("a piece that is not dense, or of a given tensor")
+        return home.number, tuple(t.shape), int(t.storage_offset())
+
+    def _written_to(self, t: Tensor | None) -> None:
+        home = None if t is None else self._memory.get(_key(t))
+        if home is not None and home.step is not None and not home.read:
+            raise NotRecordable("a result that nothing writes to")
+
+    def _spec(self, numbers: tuple[int, ...], spent: Sequence[int]) -> tuple[Any, ...]:
         steps = tuple(map(tuple, self._steps))
         return (steps, numbers, tuple(self._masks), self._owners, self._stream, tuple(spent))
 
@@ -335,6 +364,8 @@ def record(
     function: Callable[..., Sequence[Tensor | None]],
     given: Sequence[Tensor | None],
     spent: Sequence[int] = (),
+    *,
+    pieces: bool = False,
 ) -> tuple[Any, ...] | None:
     """A function of tensors as a tape, or None where something it does has no steps.
 
@@ -345,6 +376,7 @@ def record(
         function: the given tensors → results, None among both.
         given: tensors laid out as those that the tape will be given.
         spent: numbers of given tensors that the tape may give back after their last use.
+        pieces: whether results may share memory: what is made is then a tape and its pieces.
     """
     if any(t is not None and (t.is_neg() or t.is_conj()) for t in given):
         return None
@@ -356,7 +388,7 @@ def record(
         try:
             with recording:
                 results = function(*recording._given)
-            return recording.spec(results, spent)
+            return recording.lists(results) if pieces else recording.spec(results, spent)
         except NotRecordable:
             return None
         finally:

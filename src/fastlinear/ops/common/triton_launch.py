@@ -210,7 +210,6 @@ class Launch:
             shared,
             arguments,
             [(a, v.number) for (a, _), v in zip(addresses, spots, strict=True)],
-            (15,) * 3,
             hooks,
             compiled,
         )

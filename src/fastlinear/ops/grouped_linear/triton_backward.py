@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
@@ -314,18 +313,6 @@ class _Sums:
         """Add up (dw's shares, db's shares, dw, db), in a fixed order."""
         if self._launch is not None:
             self._launch(*shares_and_results)
-
-    def numbers(
-        self, tape: Tape, dw: int | None, db: int | None, like: int
-    ) -> tuple[int | None, int | None]:
-        """``parts`` of results of these numbers."""
-        if self._launch is None:
-            return dw, db
-        made = [
-            None if result is None else tape.empty(shape, torch.float32, like)
-            for result, shape in zip((dw, db), self._shapes, strict=True)
-        ]
-        return made[0], made[1]
 
 
 def _plan(key: Any, make: Any) -> Any:

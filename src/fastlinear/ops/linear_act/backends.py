@@ -79,7 +79,7 @@ _GEMM_SOURCES = (
 )
 _PADDED = ("padded_problem.py", "cuda.py", "triton.py", *_TRITON_SOURCES, *_CUDA_SOURCES)
 PIECES_SOURCES = (
-    *(f"../common/{name}" for name in ("fastpath_node.h", "tape.h")),
+    *(f"../common/{name}" for name in ("fastpath_node.h", "tape.h", "recorder.py")),
     *(
         "autograd.py",
         "op.py",

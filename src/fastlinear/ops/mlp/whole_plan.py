@@ -141,7 +141,6 @@ def append(
             ctypes.addressof(config),
             ctypes.addressof(slots),
             tuple((place, number) for place, number, _ in found),
-            (),
             (memory, slots, config, launch),
             offsets=tuple(offset for *_, offset in found),
         )

@@ -17,13 +17,11 @@ from torch import Tensor
 
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import about_to_run
-from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common import cpp_build, recorder
 from fastlinear.ops.common.activations import CODES
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.tape import Tape, memory
 from fastlinear.ops.grouped_linear.cpp import NO_HALF, half_products
-from fastlinear.ops.grouped_linear.operands import Numbers, Operand, number_of
-from fastlinear.ops.ragged_linear.layout import dense, dense_rows, has_rows, with_rows
+from fastlinear.ops.ragged_linear.layout import has_rows, with_rows
 from fastlinear.ops.ragged_linear.validation import counted
 
 SOURCE = Path(__file__).with_name("ragged.cpp")
@@ -71,8 +69,8 @@ def forward(
     pre = torch.empty_like(y) if save_pre else None
     kept = torch.empty(sizes.shape, dtype=torch.int64, device=x.device)
     call = _described(x, weight, sizes, activation, y)
-    pointers = map(_memory, (sizes, x, weight, flat, y, pre, kept))
-    if not _library().fastlinear_ragged_forward(call, *pointers):
+    given = call, sizes, x, weight, flat, y, pre, kept
+    if not recorder.attempt(_library().fastlinear_ragged_forward, *given):
         counted(sizes, x.shape[0])
     return y, pre, kept
 
@@ -97,64 +95,13 @@ def backward(
     found = [
         x.new_empty(shape) if need else None for shape, need in zip(shapes, needs, strict=True)
     ]
-    room = x.new_empty(dy.shape) if _wants_room(x.dtype, saved) else None
+    derives = saved is not None and x.dtype is torch.float32
+    room = x.new_empty(dy.shape) if derives else None  # for the gradient of the pre-activation
     call = _described(x, weight, sizes, activation, dy)
-    pointers = map(_memory, (sizes, dy, saved, x, weight, *found, room))
-    if not _library().fastlinear_ragged_backward(call, *pointers):
+    given = call, sizes, dy, saved, x, weight, *found, room
+    if not recorder.attempt(_library().fastlinear_ragged_backward, *given):
         counted(sizes, x.shape[0])
     dx, dw, db = found
-    return dx, dw, db
-
-
-def forward_steps(
-    p: Tape,
-    x: Operand,
-    weight: Operand,
-    sizes: Operand,
-    bias: Operand | None,
-    activation: str,
-    save_pre: bool,
-) -> tuple[int, int | None, int]:
-    """``forward`` as steps of a tape, which bad sizes stop: the numbers of its results."""
-    x, weight = dense_rows(p, x), _dense_matrices(p, weight)
-    bias = None if bias is None else dense(p, bias)
-    rows, n = x.tensor.shape[0], weight.tensor.shape[1]
-    y = p.empty((rows, n), x.tensor.dtype, x.number)
-    pre = p.empty((rows, n), x.tensor.dtype, x.number) if save_pre else None
-    kept = p.empty(sizes.tensor.shape, torch.int64, x.number)
-    like = torch.empty((rows, n), device="meta")
-    call = _described(x.tensor, weight.tensor, sizes.tensor, activation, like)
-    numbers = (sizes.number, x.number, weight.number, number_of(bias), y, pre, kept)
-    function = cpp_build.address(_library().fastlinear_ragged_forward)
-    p.attempt(function, ctypes.addressof(call), *map(memory, numbers), keeps=call)
-    return y, pre, kept
-
-
-def backward_steps(
-    p: Tape,
-    dy: Operand,
-    saved: Operand | None,
-    x: Operand,
-    weight: Operand,
-    sizes: Operand,
-    activation: str,
-    needs: tuple[bool, bool, bool],
-) -> Numbers:
-    """``backward`` of a contiguous dy as steps of a tape: the numbers of dx, dW and db."""
-    x, weight = dense_rows(p, x), _dense_matrices(p, weight)
-    shape, dtype = weight.tensor.shape, x.tensor.dtype
-    shapes = x.tensor.shape, shape, shape[:2]
-    dx, dw, db = (
-        p.empty(s, dtype, x.number) if need else None for s, need in zip(shapes, needs, strict=True)
-    )
-    wants_room = _wants_room(dtype, None if saved is None else saved.tensor)
-    room = p.empty(dy.tensor.shape, dtype, x.number) if wants_room else None
-    like = torch.empty(dy.tensor.shape, device="meta")
-    call = _described(x.tensor, weight.tensor, sizes.tensor, activation, like)
-    first = (sizes.number, dy.number, number_of(saved), x.number, weight.number)
-    function = cpp_build.address(_library().fastlinear_ragged_backward)
-    numbers = (*first, dx, dw, db, room)
-    p.attempt(function, ctypes.addressof(call), *map(memory, numbers), keeps=call)
     return dx, dw, db
 
 
@@ -171,25 +118,7 @@ def _described(x: Tensor, weight: Tensor, sizes: Tensor, activation: str, y: Ten
 
 def _matrices(weight: Tensor) -> Tensor:
     """The weight, or a copy whose matrices have contiguous rows or columns."""
-    return weight if _are_matrices(weight) else weight.contiguous()
-
-
-def _dense_matrices(p: Tape, weight: Operand) -> Operand:
-    """``_matrices`` as a step."""
-    return weight if _are_matrices(weight.tensor) else dense(p, weight)
-
-
-def _are_matrices(weight: Tensor) -> bool:
-    return has_rows(weight[0]) or has_rows(weight[0].t())
-
-
-def _wants_room(dtype: torch.dtype, saved: Tensor | None) -> bool:
-    """Whether the gradient of the pre-activation takes memory."""
-    return saved is not None and dtype is torch.float32
-
-
-def _memory(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
+    return weight if has_rows(weight[0]) or has_rows(weight[0].t()) else weight.contiguous()
 
 
 @lru_cache(maxsize=1)

@@ -58,23 +58,16 @@ class Formula:
         saving: bool = True,
     ) -> tuple[list[Tensor], Tensor | None]:
         """(the y_g, the buffer of the pre-activations where those are kept)."""
-        first = xs[0]
         given = (None,) * len(xs) if biases is None else biases
-        lines = [lined(x) for x in xs]
         call = layout.forward_call(
             layout.sizes_of(xs, weights),
             self.activation,
-            first.dtype,
-            (
-                lines,
-                layout.pitches_of(lines),
-                [dense(w) for w in weights],
-                [dense(b) for b in given],
-            ),
+            [lined(x) for x in xs],
+            [dense(w) for w in weights],
+            [dense(b) for b in given],
             saving and self.keeps == "pre",
-            lambda count: torch.empty(count, dtype=first.dtype, device=first.device),
         )
-        kernels(first).forward(call, first.device)
+        kernels(xs[0]).forward(call, xs[0].device)
         shapes = [(*x.shape[:-1], w.shape[0]) for x, w in zip(xs, weights, strict=True)]
         pieces = zip(shapes, call.offsets, strict=True)
         ys = [layout.result(call.y, *piece) for piece in pieces]
@@ -113,22 +106,15 @@ class Formula:
         if torch.is_grad_enabled() or _watched(dys):
             return _differentiable(dys, tensors, needs, self.activation)
         first = next(dy for dy in dys if dy is not None)
-        lines, inputs = [lined(dy) for dy in dys], [lined(x) for x in xs]
         call, pieces = layout.backward_call(
             sizes,
             self.activation,
-            first.dtype,
-            (
-                lines,
-                [dense(y) for y in kept] if self.keeps == "output" else None,
-                dense(kept[0]) if self.keeps == "pre" else None,
-                inputs,
-                [dense(w) for w in weights],
-            ),
-            (layout.pitches_of(lines), layout.pitches_of(inputs)),
-            layout.input_shapes(dys, sizes),
+            [lined(dy) for dy in dys],
+            [dense(y) for y in kept] if self.keeps == "output" else None,
+            dense(kept[0]) if self.keeps == "pre" else None,
+            [lined(x) for x in xs],
+            [dense(w) for w in weights],
             needs,
-            lambda count: torch.empty(count, dtype=first.dtype, device=first.device),
         )
         kernels(first).backward(call, first.device)
         return tuple([layout.taken(piece) for piece in pieces])

@@ -8,19 +8,16 @@ parts of large ones.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import about_to_run
-from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common import cpp_build, recorder
 from fastlinear.ops.common.activations import CODES
-from fastlinear.ops.common.tape import Tape, memories, memory
 from fastlinear.ops.grouped_linear.cpp import (
     NO_HALF,
     NO_VECTORS,
@@ -52,45 +49,21 @@ def reason_not(problem: Problem) -> str | None:
 
 
 def forward(call: Forward, device: torch.device) -> None:
-    """Compute y and, where it is kept, the pre-activation; operands are tensors."""
+    """Compute y and, where it is kept, the pre-activation."""
     table, order = _described(call)
-    xs, weights, biases = (_addresses(ts, order) for ts in (call.xs, call.weights, call.biases))
-    buffers = _address(call.y), _address(call.pre)
-    _library().fastlinear_unequal_forward(table, xs, weights, biases, *buffers)
+    lists = ([ts[g] for g in order] for ts in (call.xs, call.weights, call.biases))
+    recorder.run(_library().fastlinear_unequal_forward, table, *lists, call.y, call.pre)
 
 
 def backward(call: Backward, device: torch.device) -> None:
-    """Compute the gradients; operands are tensors."""
+    """Compute the gradients."""
     table, order = _described(call)
     dys, saved, xs, weights = (
-        None if ts is None else _addresses(ts, order)
+        None if ts is None else [ts[g] for g in order]
         for ts in (call.dys, call.saved, call.xs, call.weights)
     )
-    buffers = [_address(t) for t in (call.dx, call.dw, call.db)]
-    pre = _address(call.pre)
-    _library().fastlinear_unequal_backward(table, dys, saved, pre, xs, weights, *buffers)
-
-
-def forward_steps(p: Tape, call: Forward, device: torch.device) -> None:
-    """The same as a step of a tape; operands are its numbers."""
-    table, order = _described(call)
-    lists = (memories([ts[g] for g in order]) for ts in (call.xs, call.weights, call.biases))
-    address = cpp_build.address(_library().fastlinear_unequal_forward)
-    results = memory(call.y), memory(call.pre)
-    p.call(address, ctypes.addressof(table), *lists, *results, keeps=table)
-
-
-def backward_steps(p: Tape, call: Backward, device: torch.device) -> None:
-    """The same as a step of a tape; operands are its numbers."""
-    table, order = _described(call)
-    dys, saved, xs, weights = (
-        memory(None) if ts is None else memories([ts[g] for g in order])
-        for ts in (call.dys, call.saved, call.xs, call.weights)
-    )
-    address = cpp_build.address(_library().fastlinear_unequal_backward)
-    results = map(memory, (call.dx, call.dw, call.db))
-    given = dys, saved, memory(call.pre), xs, weights
-    p.call(address, ctypes.addressof(table), *given, *results, keeps=table)
+    given = dys, saved, call.pre, xs, weights, call.dx, call.dw, call.db
+    recorder.run(_library().fastlinear_unequal_backward, table, *given)
 
 
 def _described(call: Forward | Backward) -> tuple[Any, tuple[int, ...]]:
@@ -118,15 +91,6 @@ def _table(
         numbers += sizes[g]
         numbers += [_NOWHERE if (at := found[g]) is None else at for found in places]
     return (ctypes.c_int64 * len(numbers))(*numbers), tuple(order)
-
-
-def _addresses(tensors: Sequence[Tensor | None], order: tuple[int, ...]) -> Any:
-    found = [0 if (t := tensors[g]) is None else t.data_ptr() for g in order]
-    return (ctypes.c_void_p * len(found))(*found)
-
-
-def _address(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
 
 
 @lru_cache(maxsize=1)

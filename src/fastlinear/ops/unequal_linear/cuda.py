@@ -6,7 +6,7 @@ the chip, and one for all dx, in which shares of dW and db are added up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common.tape import Tape
 from fastlinear.ops.unequal_linear import layout
 from fastlinear.ops.unequal_linear.compiled import KINDS
 from fastlinear.ops.unequal_linear.config import (
@@ -33,15 +32,12 @@ from fastlinear.ops.unequal_linear.launches import (
     Pitches,
     Pointers,
     Product,
-    launch_in,
     run,
     share_numbers,
 )
 from fastlinear.ops.unequal_linear.layout import Backward, Forward
 
 Tensors = Sequence[Tensor]
-Make = Callable[[int, torch.dtype], Any]
-"""Numbers and their dtype → new memory of so many."""
 Share = tuple[tuple[int, int, int], Any, Any, Any]
 """(rows, cols, parts) of a dW, where its shares, dW and db are; None for no db."""
 
@@ -84,7 +80,7 @@ def reason_not(problem: Problem) -> str | None:
 
 def forward(call: Forward, device: torch.device, choices: Choices = AUTOMATIC) -> None:
     """Compute y and, where it is kept, the pre-activation: one launch for every ``MAX_GROUPS``
-    groups. Operands are tensors. float32 accumulation, deterministic.
+    groups. float32 accumulation, deterministic.
 
     Args:
         call: of float32, bfloat16 or float16.
@@ -95,26 +91,13 @@ def forward(call: Forward, device: torch.device, choices: Choices = AUTOMATIC) -
 
 
 def backward(call: Backward, device: torch.device, choices: Choices = AUTOMATIC) -> None:
-    """Compute the gradients: one launch for all dx, one for all dW and db. Operands are tensors.
-    Sums over tokens in float32, in a fixed order; exactly 0 for a group without tokens."""
+    """Compute the gradients: one launch for all dx, one for all dW and db.
 
-    def make(count: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(count, dtype=dtype, device=device)
+    Sums over tokens in float32, in a fixed order; exactly 0 for a group without tokens.
+    """
 
-    for product in _backward(call, device, make, choices):
+    for product in _backward(call, device, choices):
         run(product, device)
-
-
-def forward_steps(p: Tape, call: Forward, device: torch.device) -> None:
-    """The same as steps of a tape; operands are its numbers."""
-    launch_in(p, _forward(call, device, AUTOMATIC), device)
-
-
-def backward_steps(p: Tape, call: Backward, device: torch.device) -> None:
-    """The same as steps of a tape; operands are its numbers."""
-    like = next(dy for dy in call.dys if dy is not None)
-    for product in _backward(call, device, lambda n, dtype: p.empty((n,), dtype, like), AUTOMATIC):
-        launch_in(p, product, device)
 
 
 def _forward(call: Forward, device: torch.device, choices: Choices) -> Product:
@@ -186,7 +169,7 @@ def _results(buffer: Any, at: Sequence[int | None], size: int) -> Any:
     return [None if i is None else (buffer, size * i) for i in at]
 
 
-def _backward(call: Backward, device: torch.device, make: Make, choices: Choices) -> list[Product]:
+def _backward(call: Backward, device: torch.device, choices: Choices) -> list[Product]:
     """dW before dx where its launch leaves shares or gradients of the pre-activations for that of
     dx, or that begins under its end; else dx, whose dy was made last."""
     size, which = call.dtype.itemsize, range(len(call.sizes))
@@ -199,12 +182,13 @@ def _backward(call: Backward, device: torch.device, make: Make, choices: Choices
     once = call.dtype is not torch.float32 if choices.once is None else choices.once
     if once and call.activation != "none" and with_dx and {*with_dx} <= {*with_dw}:
         total = layout.y_offsets(call.sizes, size)[0]
-        dpre = _results(make(total, call.dtype), call.offsets, size)
+        memory = torch.empty(total, dtype=call.dtype, device=device)
+        dpre = _results(memory, call.offsets, size)
     early = bool(with_dw) and _early(call.dtype, device)
     shares: list[Share] = []
     products = []
     if with_dw:
-        of_weights, shares = _grad_weight(call, device, make, choices, with_dw, saved, dpre, early)
+        of_weights, shares = _grad_weight(call, device, choices, with_dw, saved, dpre, early)
         products.append(of_weights)
     if with_dx or shares:
         of_inputs = _grad_input(call, device, choices, with_dx, saved, dpre, shares, early)
@@ -248,7 +232,6 @@ def _grad_input(
 def _grad_weight(
     call: Backward,
     device: torch.device,
-    make: Make,
     choices: Choices,
     groups: list[int],
     saved: Any,
@@ -275,7 +258,7 @@ def _grad_weight(
     to, shares = list(dws), []
     if any(p > 1 for p in parts):
         total, at = layout.placed(tuple(counts), torch.float32.itemsize)
-        memory = make(total, torch.float32)
+        memory = torch.empty(total, dtype=torch.float32, device=device)
         for i, begin in enumerate(at):
             if begin is not None:
                 to[i] = memory, torch.float32.itemsize * begin

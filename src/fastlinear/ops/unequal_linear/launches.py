@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
 from struct import Struct
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.fastpath_launch import FastpathLaunch, prepared
-from fastlinear.ops.common.tape import Tape
+from fastlinear.ops.common import recorder
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch
 from fastlinear.ops.unequal_linear.compiled import MAX_GROUPS, kernel
 from fastlinear.ops.unequal_linear.config import (
     EXTRAS,
@@ -36,8 +36,8 @@ from fastlinear.ops.unequal_linear.config import (
 
 Call = tuple[int, str, bool]
 """Which product, the activation, whether the pre-activation is kept."""
-Pointers = tuple[Sequence[tuple[Any, int] | None] | None, ...]
-"""Lists of operands, one a group: an operand and how many bytes behind its first; None for what is
+Pointers = tuple[Sequence[tuple[Tensor, int] | None] | None, ...]
+"""Lists of operands, one a group: a tensor and how many bytes behind its first; None for what is
 not there."""
 Pitches = tuple[tuple[int, ...], tuple[int, ...]] | None
 """Numbers from a row of a, and of b, of every group to the next; None where all are dense."""
@@ -164,17 +164,27 @@ class Part:
                 addresses.pack_into(self._memory, offset, *[_address(places[g]) for g in groups])
             self._launch.run(stream)
 
-    def in_fastpath(self, product: Product) -> FastpathLaunch:
-        """The launch for the fast path, whose memory is this part's: it must not run elsewhere."""
-        places = [
-            (ctypes.c_void_p.from_buffer(self._memory, offset + 8 * i), *place)
+    def record(self, recording: recorder.Recording, product: Product) -> None:
+        """Launch as a step of a tape, whose memory is this part's: it must not run elsewhere."""
+        found = [
+            (ctypes.c_void_p.from_buffer(self._memory, offset + 8 * i), *recording.memory(t), more)
             for offset, _, groups, operands in self._places(product)
             for i, place in enumerate(operands[g] for g in groups)
             if place is not None
+            for t, more in (place,)
         ]
-        tensors = [(argument, number) for argument, number, _ in places]
-        launch = prepared(self._launch, tensors, self)
-        return replace(launch, offsets=tuple([skipped for _, _, skipped in places]))
+        launch = self._launch
+        recording.launch(
+            FastpathLaunch(
+                launch._handle or 0,
+                launch._config_ref,
+                launch._slots_ref,
+                tuple([(argument, number) for argument, number, *_ in found]),
+                self,
+                offsets=tuple([begin + more for *_, begin, more in found]),
+            ),
+            [0] * len(found),  # the kernel sees how rows are aligned
+        )
 
     def _places(self, product: Product) -> Iterator[tuple[int, Struct, Sequence[int], Any]]:
         """Where lists of addresses go, how, of which groups, and what all groups have."""
@@ -222,18 +232,16 @@ def kept_parts(kind: Kind, device: int) -> tuple[Part, ...]:
 
 
 def run(product: Product, device: torch.device) -> None:
-    """Launch on tensors."""
-    index = device.index
+    """Launch on tensors, or record the launches."""
+    index, recording = device.index, recorder.active()
+    if recording is not None:
+        for part in parts_of(product.kind, index):
+            part.record(recording, product)
+        return
     driver.make_current(index)
     stream = torch._C._cuda_getCurrentRawStream(index)
     for part in kept_parts(product.kind, index):
         part.run(product, stream)
-
-
-def launch_in(p: Tape, product: Product, device: torch.device) -> None:
-    """Launch as steps of a tape, whose tensors' numbers the operands are."""
-    for part in parts_of(product.kind, device.index):
-        p.launch(part.in_fastpath(product), anywhere=True)  # the kernel sees how rows are aligned
 
 
 def _address(place: tuple[Tensor, int] | None) -> int:

@@ -1,19 +1,16 @@
-"""What a call of unequal_linear is made of: sizes, and buffers that results of all groups share.
-
-Operands are tensors, or numbers of tensors of a fast path's tape: what is computed where is said
-once for both.
-"""
+"""What a call of unequal_linear is made of: sizes, and buffers that results of all groups share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from fastlinear.ops.common import recorder
 
 _ALIGN = 64  # bytes at which each result begins
 _MAX_LAYOUTS = 1024
@@ -22,10 +19,9 @@ _MOST_PITCH = 2**31 - 1
 Sizes = tuple[tuple[int, int, int], ...]
 """(M, N, K) of each group."""
 Shape = tuple[int, ...]
-Piece = tuple[Any, Shape, int] | None
+Piece = tuple[Tensor, Shape, int]
 """A buffer, the shape of a dense result in it, and how many numbers lie before that."""
-Make = Callable[[int], Any]
-"""Numbers → a new buffer of so many."""
+Maybe = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -42,12 +38,12 @@ class Forward:
     sizes: Sizes
     activation: str
     dtype: torch.dtype
-    xs: Sequence[Any]
+    xs: Sequence[Tensor]
     x_pitch: tuple[int, ...]
-    weights: Sequence[Any]
-    biases: Sequence[Any]
-    y: Any
-    pre: Any
+    weights: Sequence[Tensor]
+    biases: Maybe
+    y: Tensor
+    pre: Tensor | None
     offsets: tuple[int, ...]
 
 
@@ -69,17 +65,17 @@ class Backward:
     sizes: Sizes
     activation: str
     dtype: torch.dtype
-    dys: Sequence[Any]
+    dys: Maybe
     dy_pitch: tuple[int, ...]
-    saved: Sequence[Any] | None
-    pre: Any
+    saved: Maybe | None
+    pre: Tensor | None
     offsets: tuple[int, ...]
-    xs: Sequence[Any]
+    xs: Maybe
     x_pitch: tuple[int, ...]
-    weights: Sequence[Any]
-    dx: Any
-    dw: Any
-    db: Any
+    weights: Maybe
+    dx: Tensor | None
+    dw: Tensor | None
+    db: Tensor | None
     dx_at: tuple[int | None, ...]
     dw_at: tuple[int | None, ...]
     db_at: tuple[int | None, ...]
@@ -125,17 +121,9 @@ def step_of(numbers: int) -> int:
     return 8 if numbers % 8 == 0 else 2 if numbers % 2 == 0 else 1
 
 
-def pitches_of(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """Of each; its features for one that has to be copied first, 0 for one that is not read."""
-    found = [0 if t is None else pitch_of(t) for t in tensors]
-    pairs = zip(tensors, found, strict=True)
-    return tuple([t.shape[-1] if p is None and t is not None else p or 0 for t, p in pairs])
-
-
-def input_shapes(dys: Sequence[Tensor | None], sizes: Sizes) -> list[Shape]:
-    """Of the inputs, by the gradients of the results; () for a group whose result is not used."""
-    pairs = zip(dys, sizes, strict=True)
-    return [() if dy is None else (*dy.shape[:-1], k) for dy, (_, _, k) in pairs]
+def pitches_of(tensors: Maybe) -> tuple[int, ...]:
+    """Of each, which has one; 0 for one that is not read."""
+    return tuple([0 if t is None else pitch_of(t) or 0 for t in tensors])
 
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
@@ -156,45 +144,48 @@ def y_offsets(sizes: Sizes, itemsize: int) -> tuple[int, tuple[int, ...]]:
     return placed(tuple([m * n for m, n, _ in sizes]), itemsize)  # type: ignore[return-value]
 
 
+def buffer_of(count: int, like: Tensor) -> Tensor:
+    """New memory of so many numbers."""
+    return torch.empty(count, dtype=like.dtype, device=like.device)
+
+
 def forward_call(
     sizes: Sizes,
     activation: str,
-    dtype: torch.dtype,
-    operands: tuple[Sequence[Any], tuple[int, ...], Sequence[Any], Sequence[Any]],
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: Maybe,
     keeps_pre: bool,
-    make: Make,
 ) -> Forward:
-    """The call on inputs, their pitches, weights and biases, with buffers for its results."""
-    total, offsets = y_offsets(sizes, dtype.itemsize)
-    y = make(total)
-    pre = make(total) if keeps_pre else None
-    return Forward(sizes, activation, dtype, *operands, y, pre, offsets)
+    """The call on these operands, with buffers for its results."""
+    first = xs[0]
+    total, offsets = y_offsets(sizes, first.itemsize)
+    y = buffer_of(total, first)
+    pre = buffer_of(total, first) if keeps_pre else None
+    given = xs, pitches_of(xs), weights, biases
+    return Forward(sizes, activation, first.dtype, *given, y, pre, offsets)
 
 
 def backward_call(
     sizes: Sizes,
     activation: str,
-    dtype: torch.dtype,
-    operands: tuple[Sequence[Any], Sequence[Any] | None, Any, Sequence[Any], Sequence[Any]],
-    pitches: tuple[tuple[int, ...], tuple[int, ...]],
-    shapes: Sequence[Shape],
+    dys: Maybe,
+    saved: Maybe | None,
+    pre: Tensor | None,
+    xs: Maybe,
+    weights: Maybe,
     needs: Sequence[bool],
-    make: Make,
-) -> tuple[Backward, list[Piece]]:
-    """The call on dys, saved, pre, inputs and weights, with buffers for its results.
+) -> tuple[Backward, list[Piece | None]]:
+    """The call on these operands, with buffers for its results.
 
     Args:
-        pitches: of the dys, and of the inputs.
-        shapes: of the inputs.
         needs: whether gradients of each input, weight and bias are wanted; of biases either one a
             group or one for none.
 
     Returns:
         The call, and a piece or None for each of ``needs``.
     """
-    dys, saved, pre, xs, weights = operands
-    groups = len(sizes)
-    offsets = y_offsets(sizes, dtype.itemsize)[1]
+    groups, first = len(sizes), next(dy for dy in dys if dy is not None)
     need_x, need_w, need_b = (needs[i * groups : (i + 1) * groups] for i in range(3))
     if len(need_b) != groups:
         need_b = (False,) * groups
@@ -208,51 +199,58 @@ def backward_call(
         ),
         tuple([n if need else None for (_, n, _), need in zip(sizes, need_b, strict=True)]),
     )
-    layouts = [placed(count, dtype.itemsize) for count in counts]
-    buffers = [
-        make(total) if any(at is not None for at in places) else None for total, places in layouts
-    ]
+    layouts = [placed(count, first.itemsize) for count in counts]
+    dx, dw, db = (
+        buffer_of(total, first) if any(at is not None for at in places) else None
+        for total, places in layouts
+    )
     dx_at, dw_at, db_at = (places for _, places in layouts)
-    pieces: list[Piece] = []
-    for shape, at in zip(shapes, dx_at, strict=True):
-        pieces.append(None if at is None else (buffers[0], tuple(shape), at))
-    for (_, n, k), need, at in zip(sizes, need_w, dw_at, strict=True):
-        pieces.append((buffers[1], (n, k), at) if need and at is not None else None)
-    for (_, n, _), at in zip(sizes, db_at, strict=True):
-        pieces.append(None if at is None else (buffers[2], (n,), at))
+    shapes = (
+        [
+            () if dy is None else (*dy.shape[:-1], k)
+            for dy, (_, _, k) in zip(dys, sizes, strict=True)
+        ],
+        [(n, k) for _, n, k in sizes],
+        [(n,) for _, n, _ in sizes],
+    )
+    pieces: list[Piece | None] = []
+    for buffer, (_, places), each in zip((dx, dw, db), layouts, shapes, strict=True):
+        for shape, at in zip(each, places, strict=True):
+            pieces.append(None if buffer is None or at is None else (buffer, shape, at))
     call = Backward(
         sizes,
         activation,
-        dtype,
+        first.dtype,
         dys,
-        pitches[0],
+        pitches_of(dys),
         saved,
         pre,
-        offsets,
+        y_offsets(sizes, first.itemsize)[1],
         xs,
-        pitches[1],
+        pitches_of(xs),
         weights,
-        buffers[0],
-        buffers[1],
-        buffers[2],
+        dx,
+        dw,
+        db,
         dx_at,
         dw_at,
         db_at,
     )
-    return call, pieces[: len(needs)] + [None] * (len(needs) - len(pieces))
+    return call, [p if need else None for p, need in zip(pieces, needs, strict=False)]
 
 
-def taken(piece: Piece) -> Tensor | None:
+def taken(piece: Piece | None) -> Tensor | None:
     """The dense result that a piece of a tensor is, as a view of it."""
     if piece is None:
         return None
     buffer, shape, at = piece
-    found: Tensor = buffer.as_strided(shape, _dense_strides(shape), at)
-    return found
+    return buffer.as_strided(shape, _dense_strides(shape), at)
 
 
 def result(buffer: Tensor, shape: Shape, at: int) -> Tensor:
-    """The same as a tensor of its own, which may be changed in place."""
+    """The same as a tensor of its own, which may be changed in place; tapes make that of a view."""
+    if recorder.active() is not None:
+        return buffer.as_strided(shape, _dense_strides(shape), at)
     memory = buffer.untyped_storage()
     return buffer.new_empty(0).set_(memory, at, shape, _dense_strides(shape))  # type: ignore[call-overload,no-any-return]
 
