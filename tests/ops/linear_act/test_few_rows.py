@@ -12,6 +12,7 @@ from torch import Tensor
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.prepared import Plans
 from fastlinear.ops.linear_act import few_rows, reference
 from fastlinear.ops.linear_act.few_rows_config import (
     Config,
@@ -278,10 +279,10 @@ def test_a_broken_kernel_is_seen(
         _check_chain(x, weight, config)
 
     monkeypatch.setattr(few_rows, "source", whole)
-    monkeypatch.setattr(few_rows, "_plans", {})
+    monkeypatch.setattr(few_rows, "_plans", Plans())
     check()
     monkeypatch.setattr(few_rows, "source", lambda *given: _mutated(whole(*given), good, bad))
-    monkeypatch.setattr(few_rows, "_plans", {})
+    monkeypatch.setattr(few_rows, "_plans", Plans())
     with pytest.raises(AssertionError, match="FAILED"):
         check()
 

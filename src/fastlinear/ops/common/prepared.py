@@ -6,7 +6,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -89,22 +89,19 @@ class Prepared:
         )
 
 
-class Plans(Generic[Plan]):
+class Plans(dict[Any, Plan]):
     """What was prepared for each kind of call.
 
     A recorded call gets a plan of its own: its tape fills in the arguments without Python's lock.
     """
 
-    def __init__(self) -> None:
-        self._plans: dict[Any, Plan] = {}
-
     def of(self, key: Any, make: Callable[[], Plan]) -> Plan:
         """The plan of that key; ``make`` makes it."""
         if recorder.active() is not None:
             return make()
-        plan = self._plans.get(key)
+        plan = self.get(key)
         if plan is None:
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = make()
+            if len(self) >= _MAX_PLANS:
+                self.clear()
+            plan = self[key] = make()
         return plan
