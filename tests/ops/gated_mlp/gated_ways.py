@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastlinear.ops.common import fastpath
+from fastlinear.ops.common import fastpath, recorded
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.gated_mlp import cuda, reference, tape
+from fastlinear.ops.gated_mlp import cuda, reference
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP
 from fastlinear.ops.gated_mlp.products import PYTORCH, Gate, backward_by
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, empty_like, split_pre
@@ -84,7 +84,7 @@ class Way:
         table.clear()
         x, weights, biases = self._split(given)
         GatedMLP.apply(*given, self.formula)
-        plan = tape.node(self.formula, x, weights, biases)
+        plan = recorded.node(self.formula, x, weights, biases)
         assert plan is not None
         assert table.admit(x, weights[:], biases[:], "a", plan)
 
@@ -96,7 +96,7 @@ class Way:
         x, weights, biases = self._split(given)
         y = self.table.call(x, weights[:], biases[:], "a")
         assert y is not None
-        assert y.grad_fn.name() == tape.NAME
+        assert y.grad_fn.name() == Formula.node
         return y  # type: ignore[no-any-return]
 
     def compare(self, given: Sequence[Tensor | None]) -> None:

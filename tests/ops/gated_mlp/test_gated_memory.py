@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastlinear.dispatch.backend import family
-from fastlinear.ops.common import fastpath
-from fastlinear.ops.gated_mlp import cpp, tape
+from fastlinear.ops.common import fastpath, recorded
+from fastlinear.ops.gated_mlp import cpp
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP
 from fastlinear.ops.gated_mlp.problem import problem
 from fastlinear.ops.gated_mlp.stacking import ORDERS, Biases, Weights
@@ -62,7 +62,7 @@ class Calls:
         table.clear()
         x, weights, biases = self._split(given)
         GatedMLP.apply(*given, self.plain)
-        plan = tape.node(formula, x, weights, biases)
+        plan = recorded.node(formula, x, weights, biases)
         assert table.admit(x, weights[:], biases[:], "a", plan)
 
     @staticmethod

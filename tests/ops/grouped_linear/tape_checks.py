@@ -15,7 +15,6 @@ from torch import Tensor
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import fastpath, fastpath_node, recorded
-from fastlinear.ops.grouped_linear import tape
 from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear
 from fastlinear.ops.grouped_linear.spec import _inference as inference_plan
 
@@ -93,14 +92,14 @@ class Way:
         self.table = table
         table.clear()
         GroupedLinear.apply(*given, self.formula)
-        plan = tape.node(self.formula, *given)
+        plan = recorded.node(self.formula, *given)
         assert plan is not None
         assert table.admit(*given, "a", plan)
 
     def __call__(self, given: Sequence[Tensor | None]) -> Tensor:
         y = self.table.call(*given, "a")
         assert y is not None
-        assert y.grad_fn.name() == tape.NAME
+        assert y.grad_fn.name() == Formula.node
         return y  # type: ignore[no-any-return]
 
     def compare(self, given: Sequence[Tensor | None]) -> None:

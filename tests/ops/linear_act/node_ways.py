@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import fastpath, fastpath_node, recorder
+from fastlinear.ops.common import fastpath, fastpath_node, recorded, recorder
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act import backends, onednn, reference, tape
+from fastlinear.ops.linear_act import backends, onednn, reference
 from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_from
 from fastlinear.ops.linear_act.problem import problem
 
@@ -61,7 +61,7 @@ class Way:
         if x.is_cuda:
             assert fastpath.serves_cuda()
             assert fastpath_node.serves_cuda()
-        plan = tape.node(self.formula, x, w, b)
+        plan = recorded.node(self.formula, x, w, b)
         assert plan is not None
         assert self.table.admit(x, w, b, self.formula.activation, None, plan)
 

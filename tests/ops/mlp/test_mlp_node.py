@@ -17,11 +17,11 @@ from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.core.compare import judge
-from fastlinear.ops.common import fastpath, fastpath_node, recorder
+from fastlinear.ops.common import fastpath, fastpath_node, recorded, recorder
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.linear_act import onednn
 from fastlinear.ops.linear_act.problem import problem
-from fastlinear.ops.mlp import reference, tape
+from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.autograd import Formula, Mlp
 from fastlinear.ops.mlp.backends import FAMILY
 
@@ -62,7 +62,7 @@ class Way:
             assert fastpath.serves_cuda()
             assert fastpath_node.serves_cuda()
         self.python(x, ws, bs)
-        plan = tape.node(self.formula, x, ws, bs)
+        plan = recorded.node(self.formula, x, ws, bs)
         assert plan is not None
         assert self.table.admit(x, ws, bs, *self.names, plan)
 

@@ -18,7 +18,6 @@ from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.mlp import (
     layerwise,
     reference,
-    spec,
     whole_cuda,
     whole_triton,
     whole_triton_plans,
@@ -137,7 +136,7 @@ def test_weights_of_another_device_are_another_kind_of_call() -> None:
 
 def test_too_many_tensors_stay_with_python() -> None:
     ws, bs = chain(4, (4,) * 40)
-    assert spec._inference_in_table(lambda *_: draw(1), draw(2, 4), ws, bs) is None
+    assert recorded.inference(lambda *_: draw(1), draw(2, 4), ws, bs) is None
 
 
 @pytest.mark.gpu

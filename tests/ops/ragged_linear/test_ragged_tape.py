@@ -19,9 +19,9 @@ from tape_checks import at, fails, same, stood
 from torch import Tensor
 
 import fastlinear as fl
-from fastlinear.ops.common import fastpath, fastpath_node, recorder
+from fastlinear.ops.common import fastpath, fastpath_node, recorded, recorder
 from fastlinear.ops.common.fastpath_launch import FastpathLaunch
-from fastlinear.ops.ragged_linear import formula, tape
+from fastlinear.ops.ragged_linear import formula
 from fastlinear.ops.ragged_linear.formula import Formula, Ragged
 from fastlinear.ops.ragged_linear.spec import FRONT
 
@@ -113,7 +113,7 @@ class Way:
         x, w, b = given
         Ragged.apply(x, w, sizes, b, self.formula)
         _table().clear()
-        plan = tape.node(self.formula, x, w, (sizes, b))  # type: ignore[arg-type]
+        plan = recorded.node(self.formula, x, w, (sizes, b))  # type: ignore[arg-type]
         assert plan is not None
         assert _table().admit(x, w, (sizes, b), activation, None, plan)
 
@@ -132,7 +132,7 @@ class Way:
                 if not python:
                     watched.setattr(formula.Formula, "functions", fails)
                 y = _table().call(x, w, (sizes, b), self.formula.activation, None)
-                assert y.grad_fn.name() == tape.NAME
+                assert y.grad_fn.name() == formula.Formula.node
                 same([y, *torch.autograd.grad(y, wanted, dy)], [expected, *before])
 
 
@@ -142,7 +142,7 @@ def compare_inference(activation: str, given: Given, sizes: Tensor, patch: Any) 
     assert x is not None
     assert w is not None
     expected = own.inference(x, w, (sizes, b))
-    plan = tape.inference(own, x, w, (sizes, b))
+    plan = recorded.inference(own.inference, x, w, (sizes, b))
     _table().clear()
     assert _table().admit(x, w, (sizes, b), activation, None, plan)
     with patch.context() as watched:

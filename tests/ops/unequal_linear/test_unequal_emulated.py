@@ -20,7 +20,7 @@ from torch import Tensor
 from fastlinear.core.compare import judge
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import fastpath, fastpath_node
-from fastlinear.ops.unequal_linear import autograd, compiled, cuda, launches, tape
+from fastlinear.ops.unequal_linear import autograd, compiled, cuda, launches, spec
 from fastlinear.ops.unequal_linear.config import (
     FORWARD,
     GRAD_INPUT,
@@ -355,10 +355,10 @@ def test_tapes(activation: str) -> None:
             expected = autograd.recorded(formula, *given)
             dys = [torch.randn_like(y) for y in expected]
             grads = torch.autograd.grad(expected, wanted, dys)
-            assert table.admit(*given, "a", tape.plan(formula, *given, True))
+            assert table.admit(*given, "a", spec._record(formula, True, *given))
             launched = len(LAUNCHES)
             ys = table.call(*given, "a")
-            assert ys[0].grad_fn.name() == tape.NAME
+            assert ys[0].grad_fn.name() == "UnequalLinearBackward"
             for _ in range(3):
                 found = torch.autograd.grad(ys, wanted, dys, retain_graph=True)
                 for a, e in zip((*ys, *found), (*expected, *grads), strict=True):
@@ -373,7 +373,7 @@ def test_tapes(activation: str) -> None:
             # both of another tape, and what Python did not have yet
             assert launched + 4 < len(LAUNCHES) <= launched + 6
             with torch.no_grad():
-                assert table.admit(*given, "a", tape.plan(formula, *given, False))
+                assert table.admit(*given, "a", spec._record(formula, False, *given))
                 for a, e in zip(table.call(*given, "a"), expected, strict=True):
                     assert torch.equal(a, e)
     table.clear()

@@ -22,8 +22,8 @@ from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError
 from fastlinear.ops.common import fastpath, fastpath_node, recorder
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
-from fastlinear.ops.unequal_linear import autograd, layout, tape
-from fastlinear.ops.unequal_linear.autograd import Formula, recorded
+from fastlinear.ops.unequal_linear import autograd, layout
+from fastlinear.ops.unequal_linear.autograd import Formula, applied
 from fastlinear.ops.unequal_linear.spec import FRONT
 
 pytestmark = [
@@ -64,12 +64,12 @@ def together(lists: Lists, activation: str = "relu") -> list[Tensor]:
 
 
 def by_python(lists: Lists, activation: str = "relu") -> list[Tensor]:
-    return recorded(Formula(activation), *lists)
+    return applied(Formula(activation), *lists)
 
 
 def served(ys: Sequence[Tensor]) -> bool:
     node = next((y.grad_fn for y in ys if y.requires_grad), None)
-    return node is not None and node.name() == tape.NAME
+    return node is not None and node.name() == "UnequalLinearBackward"
 
 
 def admitted(run: Callable[[], list[Tensor]]) -> list[Tensor]:

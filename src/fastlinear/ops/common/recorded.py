@@ -13,38 +13,48 @@ from fastlinear.ops.common.fastpath_node import OUTPUT, SPENT
 
 
 class Formula(Protocol):
-    """A family's autograd formula: its two directions, as ``fastpath_node.node`` takes them."""
+    """A family's autograd formula: its two directions, and what the node in C++ must know of it."""
+
+    @property
+    def node(self) -> str:
+        """The node's name, ending in ``Backward``."""
 
     @property
     def forward(self) -> Callable[..., tuple[Tensor | None, ...]]:
-        """The call's tensors → y, then what it keeps."""
+        """The leading arguments → y, then what it keeps."""
 
     @property
     def gradients(self) -> Callable[..., tuple[Tensor | None, ...]]:
         """(dy, gradient of the hidden, shape of y, tensors, kept, needs) → gradients."""
 
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """How each tensor that the forward keeps is kept, as ``fastpath_node.node`` takes it."""
 
-def node(
-    name: str,
-    formula: Formula,
-    leading: Sequence[Any],
-    kept: Sequence[int],
-    readers: Sequence[int],
-    kept_readers: Sequence[int] | None = None,
-) -> Any:
-    """The fast path's plan for training calls of a kind that has run, or None while there is no
-    library of nodes.
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """For each tensor the gradients that read it, as bits; one number holds for the rest."""
+
+    @property
+    def kept_readers(self) -> tuple[int, ...] | None:
+        """The same for each that is kept; None for all gradients."""
+
+
+def node(formula: Formula, *leading: Any) -> Any:
+    """The fast path's plan for training calls of a kind that has run.
+
+    None while there is no library of nodes, where a vector is not dense, or for too many tensors.
 
     Args:
-        name: of the node.
         formula: its forward takes the leading arguments, its gradients their tensors.
-        leading: tensors, None, or lists or tuples of those.
-        kept, readers, kept_readers: as ``fastpath_node.node`` takes them.
+        leading: tensors, None, or lists or tuples of those, x first.
     """
-    if not fastpath_node.begun():
-        return None
     tensors = _leaves(leading)
-    count = len(tensors)
+    count, kept = len(tensors), formula.kept
+    dense = all(t is None or t.dim() != 1 or t.is_contiguous() for t in tensors[1:])
+    if not dense or count > fastpath_node.MAX_TENSORS or not fastpath_node.begun():
+        return None
+    readers = formula.readers + formula.readers[-1:] * (count - len(formula.readers))
 
     def forward(*given: Tensor | None) -> list[Tensor | None]:
         y, *made = formula.forward(*_nested(given, leading))
@@ -68,7 +78,7 @@ def node(
         return _record(backward, (dy, *given, *made), spent) if _serves((dy,)) else None
 
     return fastpath_node.node(
-        name,
+        formula.node,
         tensors,
         formula.forward,
         formula.gradients,
@@ -76,7 +86,7 @@ def node(
         _record(forward, tensors) if _serves(tensors) else None,
         kept,
         readers,
-        kept_readers,
+        formula.kept_readers,
     )
 
 
@@ -85,7 +95,7 @@ def inference(plan: Callable[..., Tensor], *leading: Any) -> Any:
     ``plan`` itself, which takes these leading arguments."""
     tensors = _leaves(leading)
     begun = fastpath_node.begun()
-    if not begun and not tensors[0].is_cuda:
+    if len(tensors) > fastpath_node.MAX_TENSORS or not (begun or tensors[0].is_cuda):
         return None
     spec = _record(lambda *given: (plan(*_nested(given, leading)),), tensors)
     if spec is None:

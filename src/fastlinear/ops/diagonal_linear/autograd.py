@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import calls
+from fastlinear.ops.common import calls, fastpath_node
 from fastlinear.ops.diagonal_linear import reference
 from fastlinear.ops.diagonal_linear.reference import Gradients, Needs
 
@@ -28,6 +28,9 @@ class Formula:
         backward: the backward's backend.
     """
 
+    node: ClassVar[str] = "DiagonalLinearBackward"
+    kept: ClassVar[tuple[int, ...]] = (fastpath_node.NOTHING,)
+    kept_readers: ClassVar[None] = None
     activation: str
     run: Callable[..., Any]
     backward: Callable[..., Any]

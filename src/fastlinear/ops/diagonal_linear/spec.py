@@ -23,7 +23,7 @@ from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
 from fastlinear.ops.common import calls, recorded, recorder
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.diagonal_linear import reference, tape
+from fastlinear.ops.diagonal_linear import reference
 from fastlinear.ops.diagonal_linear.autograd import Formula, applied
 from fastlinear.ops.diagonal_linear.problem import NAME, STEP, problem_of
 from fastlinear.ops.diagonal_linear.validation import validate, validate_out
@@ -68,7 +68,7 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     plan = applied(formula)
     if calls.is_captured(x):
         return Resolved(plan, plan)
-    return Resolved(plan, plan, partial(tape.node, formula))
+    return Resolved(plan, plan, partial(recorded.node, formula))
 
 
 def _all_eager(chosen: tuple[Choice, ...]) -> bool:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import calls
+from fastlinear.ops.common import calls, fastpath_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp import reference
-from fastlinear.ops.gated_mlp.saved_memory import keeps_x, reads_kept
+from fastlinear.ops.gated_mlp.saved_memory import READERS, keeps_x, readers_of_x, reads_kept
 from fastlinear.ops.gated_mlp.stacking import (
     NO_BIASES,
     Biases,
@@ -37,6 +37,8 @@ class Formula:
         forward_name, backward_name: theirs.
     """
 
+    node: ClassVar[str] = "GatedMLPBackward"
+    kept_readers: ClassVar[tuple[int, ...]] = (READERS, READERS)
     activation: str
     order: str
     save_pre: bool
@@ -44,6 +46,17 @@ class Formula:
     backward: Callable[..., Any]
     forward_name: str
     backward_name: str
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """How the pre-activations are kept: given up to a graph's last backward."""
+        how = fastpath_node.SPENT if self.save_pre else fastpath_node.NOTHING
+        return how, how if self.order == "apart" else fastpath_node.NOTHING
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """All tensors are read where any is: second derivatives start from them."""
+        return readers_of_x(self.save_pre), READERS
 
     def forward(
         self, x: Tensor, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None]

@@ -243,8 +243,7 @@ FAMILY = register_family(
                 (
                     "autograd.py",
                     "saved_memory.py",
-                    "tape.py",
-                    *("../common/fastpath_node.h", "../common/tape.h", "../common/recorder.py"),
+                    *(f"../common/{f}" for f in ("fastpath_node.h", "tape.h", "recorder.py")),
                     "reference.py",
                     "onednn.py",
                     "cpp.py",

@@ -22,7 +22,7 @@ from fastlinear.op.front import Front, choices
 from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
 from fastlinear.op.step import Step
 from fastlinear.ops.common import calls, recorded
-from fastlinear.ops.gated_mlp import reference, selection, tape
+from fastlinear.ops.gated_mlp import reference, selection
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP, as_rows
 from fastlinear.ops.gated_mlp.problem import NAME
 from fastlinear.ops.gated_mlp.saved_memory import OWN, reads_kept, way_of
@@ -116,7 +116,7 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     names = run.name, backward.name
     formula = Formula(activation, order, level != "1", run.load(), backward.load(), *names)
     plan = _training(formula)
-    record = None if calls.is_captured(x) else partial(tape.node, formula)
+    record = None if calls.is_captured(x) else partial(recorded.node, formula)
     return Resolved(plan, plan, record)
 
 

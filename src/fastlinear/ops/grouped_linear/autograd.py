@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import calls
+from fastlinear.ops.common import calls, fastpath_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 from fastlinear.ops.grouped_linear.sign_mask import SIGNS, AnyPlace, is_sign_mask
+
+_KEPT = {
+    "none": (),
+    "output": (fastpath_node.OUTPUT,),
+    "pre": (fastpath_node.INTERNAL,),
+    SIGNS: (fastpath_node.INTERNAL,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,9 @@ class Formula:
         sign_mask: where the signs of y are, if they are what these two keep.
     """
 
+    node: ClassVar[str] = "GroupedLinearBackward"
+    readers: ClassVar[tuple[int, ...]] = (-1,)  # all are kept: second derivatives start from them
+    kept_readers: ClassVar[None] = None
     activation: str
     layout: str
     forward_name: str
@@ -45,6 +55,11 @@ class Formula:
         Second derivatives start from x, weight and bias alone.
         """
         return activation_of(self.activation).saved if self.sign_mask is None else SIGNS
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """How ``saved`` is kept."""
+        return _KEPT[self.saved]
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None

@@ -79,7 +79,7 @@ _WIDE_BACKWARD_SOURCES = (
     *_BOXES_SHARED,
 )
 _PIECES_SOURCES = (
-    *("autograd.py", "tape.py"),
+    *("autograd.py",),
     *("reference.py", "torch_backends.py", "triton_backward.py"),
     *(f"../common/{name}" for name in ("fastpath_node.h", "tape.h", "recorder.py", "prepared.py")),
     *("triton_wide.py", "triton_wide_kernels.py", *_STRIPS_SOURCES, *_STRIPS_BACKWARD_SOURCES),

@@ -22,7 +22,7 @@ from fastlinear.ops import linear_act as single
 from fastlinear.ops.common import calls, recorded
 from fastlinear.ops.common.tensor_kinds import carried
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import reference, selection, tape
+from fastlinear.ops.grouped_linear import reference, selection
 from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear
 from fastlinear.ops.grouped_linear.problem import NAME, STEP
 from fastlinear.ops.grouped_linear.sign_mask import place_for
@@ -76,7 +76,7 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     sign_mask = place_for(_rows(x, weight, layout), weight, activation, order, *names)
     formula = Formula(activation, layout, *names, run.load(), backward.load(), sign_mask)
     plan = _training(formula)
-    record = None if calls.is_captured(x) else partial(tape.node, formula)
+    record = None if calls.is_captured(x) else partial(recorded.node, formula)
     return Resolved(plan, plan, record)
 
 

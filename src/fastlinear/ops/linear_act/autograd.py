@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fastlinear.dispatch.select import Choice
-from fastlinear.ops.common import calls
+from fastlinear.ops.common import calls, fastpath_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.problem import BACKWARD_PIECES, WHOLE_BACKWARD
 
 Needs = tuple[bool, bool, bool]
+_DX, _DW = 1, 2  # gradients as bits
+_KEPT = {"none": (), "output": (fastpath_node.OUTPUT,), "pre": (fastpath_node.HIDDEN,)}
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 Backward = Callable[[Tensor, Tensor | None, Tensor, Tensor, str, Needs], Gradients]
 """(dy, saved, x, weight, activation, needs) → (dx, dW, db), each None where not needed."""
@@ -68,10 +70,18 @@ class Formula:
         backward: (dy, saved, x, weight, activation, needs) → (dx, dW, db).
     """
 
+    node: ClassVar[str] = "LinearActBackward"
+    readers: ClassVar[tuple[int, ...]] = (_DW, _DX, 0)
+    kept_readers: ClassVar[None] = None
     activation: str
     saved: str
     run: Callable[..., Any]
     backward: Callable[..., Any]
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """How ``saved`` is kept."""
+        return _KEPT[self.saved]
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None

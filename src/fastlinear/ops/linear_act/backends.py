@@ -83,7 +83,6 @@ PIECES_SOURCES = (
     *(
         "autograd.py",
         "op.py",
-        "tape.py",
         "onednn.py",
         "cpp.py",
         "cublaslt.py",

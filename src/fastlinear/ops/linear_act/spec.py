@@ -19,7 +19,7 @@ from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
 from fastlinear.ops.common import calls, fastpath, fastpath_node, recorded
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act import reference, selection, tape
+from fastlinear.ops.linear_act import reference, selection
 from fastlinear.ops.linear_act.autograd import (
     Backward,
     Formula,
@@ -85,7 +85,7 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     plan = _training(formula)
     if calls.is_captured(x):
         return Resolved(plan, plan)
-    return Resolved(plan, plan, partial(tape.node, formula))
+    return Resolved(plan, plan, partial(recorded.node, formula))
 
 
 def _own(activation: str) -> Plan:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import calls
+from fastlinear.ops.common import calls, fastpath_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.reference import Biases, Needs, Weights
 
+_LAST = {
+    "none": fastpath_node.NOTHING,
+    "output": fastpath_node.OUTPUT,
+    "pre": fastpath_node.INTERNAL,
+}
 Grads = tuple[Tensor | None, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]
 
 
@@ -28,11 +33,20 @@ class Formula:
         backward: the backward's backend.
     """
 
+    node: ClassVar[str] = "MlpBackward"
+    readers: ClassVar[tuple[int, ...]] = (-1,)  # all are kept: second derivatives start from them
+    kept_readers: ClassVar[None] = None
     activation: str
     final_activation: str
     layers: int
     run: Callable[..., Any]
     backward: Callable[..., Any]
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """How what each layer's backward reads is kept."""
+        last = _LAST[activation_of(self.final_activation).saved]
+        return (*(fastpath_node.INTERNAL,) * (self.layers - 1), last)
 
     def forward(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None

@@ -236,7 +236,7 @@ def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
 
 _STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
 _PIECES_SOURCES = (
-    *("autograd.py", "tape.py", "layerwise.py"),
+    *("autograd.py", "layerwise.py"),
     *("whole_cpp.py", "whole_triton.py"),
     *("../common/fastpath_node.h", "../common/tape.h", "../common/recorder.py"),
     *("whole_triton_plans.py", "whole_triton_config.py"),

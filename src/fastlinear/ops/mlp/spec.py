@@ -22,7 +22,7 @@ from fastlinear.op.timing import Timed
 from fastlinear.ops.common import calls, fastpath_node, recorded
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import as_result
-from fastlinear.ops.mlp import reference, selection, tape, whole_cpp
+from fastlinear.ops.mlp import reference, selection, whole_cpp
 from fastlinear.ops.mlp.autograd import Formula, Mlp
 from fastlinear.ops.mlp.problem import NAME, STEP, layer_activations
 from fastlinear.ops.mlp.reference import Biases
@@ -70,7 +70,7 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
     plan = _inference(chosen[0].backend.load(), *names)
     (name,) = backends
     if x.is_cuda and not captured:
-        return Resolved(plan, plan, partial(_inference_in_table, plan))
+        return Resolved(plan, plan, partial(recorded.inference, plan))
     dense = all(t.is_contiguous() for t in (x, *weights, *biases) if t is not None)
     if name == "whole_cpp" and dense and x.dim() <= 3:
         codes = whole_cpp.codes(len(weights), *names)
@@ -92,21 +92,7 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
 
     if calls.is_captured(x):
         return Resolved(plan, plan)
-    return Resolved(plan, plan, partial(_node, formula))
-
-
-def _node(formula: Formula, x: Tensor, weights: _Weights, biases: _Biases) -> Any:
-    return tape.node(formula, x, weights, biases) if _are_dense(biases) else None
-
-
-def _inference_in_table(plan: Plan, x: Tensor, weights: _Weights, biases: _Biases) -> Any:
-    count = 1 + len(weights) + (1 if biases is None else len(biases))
-    few = count <= fastpath_node.MAX_TENSORS
-    return recorded.inference(plan, x, weights, biases) if few and _are_dense(biases) else None
-
-
-def _are_dense(biases: _Biases) -> bool:
-    return biases is None or all(b is None or b.is_contiguous() for b in biases)
+    return Resolved(plan, plan, partial(recorded.node, formula))
 
 
 def _by_node(chosen: tuple[Choice, ...]) -> bool:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fastlinear.core.errors import InputError
-from fastlinear.ops.common import calls
+from fastlinear.ops.common import calls, fastpath_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.ragged_linear import products
 
 More = tuple[Tensor, Tensor | None]
 """group_sizes and bias, as one argument: the compiled fast path hands on three."""
+_KEPT = {"none": (), "output": (fastpath_node.OUTPUT,), "pre": (fastpath_node.INTERNAL,)}
 Needs = tuple[bool, bool, bool]
 """Which of dx, dW and db are wanted."""
 
@@ -29,6 +30,8 @@ class Formula:
         backend: ``"cpp"`` or ``"triton"``.
     """
 
+    node: ClassVar[str] = "RaggedLinearBackward"
+    kept_readers: ClassVar[None] = None
     activation: str
     backend: str
 
@@ -41,6 +44,18 @@ class Formula:
     def keeps_sizes(self) -> bool:
         """Whether the backward reads a copy of the sizes, not the caller's tensor."""
         return self.backend == "cpp"
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """How the copy of the sizes, and what the derivative reads, are kept."""
+        own = (fastpath_node.INTERNAL,) if self.keeps_sizes else ()
+        return (*own, *_KEPT[self.saved])
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """All tensors are kept, but the sizes where a copy is: second derivatives start from
+        them."""
+        return -1, -1, 0 if self.keeps_sizes else -1, -1
 
     def inference(self, x: Tensor, weight: Tensor, more: More) -> Tensor:
         """y (T, N)."""

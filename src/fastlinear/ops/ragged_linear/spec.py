@@ -15,8 +15,8 @@ from fastlinear.op.front import Front, choices, needs_grad
 from fastlinear.op.spec import Arguments, Called, OpSpec, Resolved
 from fastlinear.op.step import choose_whole, trained
 from fastlinear.op.timing import Timed
-from fastlinear.ops.common import calls
-from fastlinear.ops.ragged_linear import products, tape
+from fastlinear.ops.common import calls, recorded
+from fastlinear.ops.ragged_linear import products
 from fastlinear.ops.ragged_linear.formula import Formula, More, Ragged
 from fastlinear.ops.ragged_linear.problem import NAME, problem_of
 from fastlinear.ops.ragged_linear.validation import validate
@@ -48,7 +48,7 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         return _train(arguments, chosen)
     formula = Formula(activation, chosen[0].backend.name)
     plan = formula.inference
-    return Resolved(plan, plan, partial(tape.inference, formula))
+    return Resolved(plan, plan, partial(recorded.inference, plan))
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
@@ -58,7 +58,7 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
         y: Tensor = Ragged.apply(x, weight, *more, formula)
         return y
 
-    return Resolved(plan, plan, partial(tape.node, formula))
+    return Resolved(plan, plan, partial(recorded.node, formula))
 
 
 def _own(activation: str, x: Tensor, weight: Tensor, more: More) -> Tensor:

@@ -152,7 +152,7 @@ class Together(torch.autograd.Function):
         return (None, None, *formula.gradients(dys, saved[:count], saved[count:], needs, sizes))
 
 
-def recorded(
+def applied(
     formula: Formula, xs: Sequence[Tensor], weights: Sequence[Tensor], biases: Maybe | None
 ) -> list[Tensor]:
     """The y_g, with the formula behind them."""

@@ -15,15 +15,20 @@ from fastlinear.op.front import Front, choices, needs_grad
 from fastlinear.op.spec import Arguments, OpSpec, Resolved
 from fastlinear.op.step import choose_whole, trained
 from fastlinear.op.timing import Timed
-from fastlinear.ops.common import calls
+from fastlinear.ops.common import calls, fastpath_node, recorded
 from fastlinear.ops.common.tensor_kinds import unlike_strided
-from fastlinear.ops.unequal_linear import tape
-from fastlinear.ops.unequal_linear.autograd import Formula, Maybe, loop, recorded
+from fastlinear.ops.unequal_linear.autograd import Formula, Maybe, applied, loop
+from fastlinear.ops.unequal_linear.layout import sizes_of
 from fastlinear.ops.unequal_linear.problem import NAME, problem_of
 from fastlinear.ops.unequal_linear.validation import fail, validate
 
 _Tensors = Sequence[Tensor]
 _LISTS = "Give them in the order of the groups: [first, second, ...]."
+_KEEPS = {
+    "none": fastpath_node.NOTHING,
+    "output": fastpath_node.OUTPUT,
+    "pre": fastpath_node.INTERNAL,
+}
 _MOST_PLANS = 256  # each holds what a launch needs besides addresses
 
 
@@ -89,14 +94,23 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
 
 def _train(arguments: Arguments, _: tuple[Choice, ...]) -> Resolved:
     formula = Formula(arguments[3])
-    plan = partial(recorded, formula)
+    plan = partial(applied, formula)
     return Resolved(plan, plan, partial(_record, formula, True))
 
 
 def _record(
     formula: Formula, grad: bool, xs: _Tensors, weights: _Tensors, biases: Maybe | None
 ) -> Any:
-    return tape.plan(formula, xs, weights, biases, grad)
+    if any(t is not None and t.is_neg() for t in (*xs, *weights, *(biases or ()))):
+        return None
+    return recorded.lists(
+        "UnequalLinearBackward",
+        len(xs),
+        (xs, weights, biases),
+        formula.forward if grad else formula.inference,
+        partial(formula.gradients, sizes=sizes_of(xs, weights)) if grad else None,
+        _KEEPS[formula.keeps] if grad else fastpath_node.NOTHING,
+    )
 
 
 def _own(activation: str, xs: _Tensors, weights: _Tensors, biases: Maybe | None) -> list[Tensor]:
@@ -153,7 +167,7 @@ def together_forward(
     """The y_g by the kernels of the device."""
     formula = Formula(activation)
     if needs_grad((xs, weights, biases)):
-        return tuple(recorded(formula, xs, weights, biases))
+        return tuple(applied(formula, xs, weights, biases))
     return tuple(formula.inference(xs, weights, biases)[0])
 
 
