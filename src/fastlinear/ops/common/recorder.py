@@ -19,6 +19,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastlinear.ops.common.aten_results import (
+    Result,
+    composed,
+    contiguous,
+    is_composed,
+    is_view,
+    result_of,
+)
 from fastlinear.ops.common.aten_steps import alone, bound
 from fastlinear.ops.common.fastpath_launch import FastpathLaunch
 
@@ -36,7 +44,7 @@ SCALAR_TYPES = {
 _PAGE = 1 << 12
 ALIGNMENT = 15
 """Address bits that kernels are made for, unless they say otherwise."""
-_EMPTY = frozenset(f"aten::{n}" for n in ("empty", "empty_like", "empty_strided", "new_empty"))
+_EMPTY = frozenset(f"aten::{n}" for n in ("empty", "empty_like", "new_empty"))
 _ZEROS = frozenset(f"aten::{n}" for n in ("zeros", "zeros_like", "new_zeros"))
 
 
@@ -153,12 +161,6 @@ class Recording(TorchDispatchMode):
             raise NotRecordable("a launch made for an address of its own")
         self._masks[number] = -1
 
-    def only_as_aligned(self, t: Tensor) -> None:
-        """The tape serves only calls whose tensor is as aligned as t, where that was given."""
-        number, _ = self.memory(t)
-        if number < len(self._masks):
-            self._masks[number] |= ALIGNMENT
-
     def only_on(self, stream: int) -> None:
         """The tape may run on this raw stream only."""
         self._stream = stream
@@ -179,28 +181,29 @@ class Recording(TorchDispatchMode):
         ]
         if written:
             return self._write(func, arguments, written)
-        shadows: dict[int, Tensor] = {}
-        without = {name: _shadow(a, shadows) for name, a in kwargs.items()}
-        if without.get("device") is not None:
-            without["device"] = torch.device("meta")
-        try:
-            found = func(*(_shadow(a, shadows) for a in args), **without)
-        except (NotImplementedError, RuntimeError) as error:
-            raise NotRecordable(f"{schema.name} wants memory") from error
-        results = found if isinstance(found, tuple | list) else [found]
-        of_inputs = {_key(t) for t in shadows.values()}
-        if all(isinstance(t, Tensor) and _key(t) in of_inputs for t in results):
-            result = func(*args, **kwargs)  # views, for which no memory is read
-            self._alive += [result] if isinstance(result, Tensor) else result
-            return result
-        if not isinstance(found, Tensor):
-            raise NotRecordable(f"{schema.name} has another result than one tensor")
-        tensors = (a.device for a in arguments if isinstance(a, Tensor))
-        device = kwargs.get("device") or next(tensors, torch.get_default_device())
-        made = self._nowhere(found, torch.device(device))
-        if schema.name in _EMPTY:
+        result = result_of(func, arguments)
+        if result is not None:
+            return self._make(func, arguments, result)
+        if is_composed(func):
+            with self:
+                return composed(func, args, kwargs)
+        if not is_view(func):
+            raise NotRecordable(f"{schema.name}, of which it is not known what it returns")
+        found = func(*args, **kwargs)  # no memory is read for it
+        self._alive += [found] if isinstance(found, Tensor) else found
+        return found
+
+    def _make(self, func: Any, arguments: tuple[Any, ...], result: Result) -> Tensor:
+        """A step that makes a tensor."""
+        device = result.device
+        if device is None:
+            device = next(a.device for a in arguments if isinstance(a, Tensor))
+        strides = contiguous(result.shape) if result.strides is None else result.strides
+        made = self._nowhere(result.shape, strides, result.dtype, device)
+        name = func._schema.name
+        if name in _EMPTY:
             self._new(made)
-        elif schema.name in _ZEROS:
+        elif name in _ZEROS:
             memory = self._new(made)
             self._home(made)
             self._steps.append(["aten", self._number(), "aten::zero_", "", (memory,)])
@@ -252,19 +255,28 @@ class Recording(TorchDispatchMode):
 
     def _as_given(self, number: int, t: Tensor) -> Tensor:
         """The tensor in a storage of its own, so that it is told from others in its memory."""
-        alias = self._nowhere(t, t.device, t.data_ptr())
+        kind = tuple(t.shape), t.stride(), t.dtype, t.device
+        alias = self._nowhere(*kind, t.data_ptr())
         self._memory[_key(alias)] = _Memory.of(number, alias)
         return alias
 
-    def _nowhere(self, like: Tensor, device: torch.device, address: int | None = None) -> Tensor:
+    def _nowhere(
+        self,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        address: int | None = None,
+    ) -> Tensor:
         """A tensor of that kind whose memory is not to be touched."""
-        size = _extent(like) * like.element_size()
+        last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        size = 0 if 0 in shape else (last + 1) * dtype.itemsize
         if address is None:
             address = self._free
             self._free += -(-size // _PAGE) * _PAGE + _PAGE
         storage = torch._C._construct_storage_from_data_pointer(address, device, size)
-        made = torch.empty(0, dtype=like.dtype, device=device)
-        made.set_(storage, 0, like.shape, like.stride())
+        made = torch.empty(0, dtype=dtype, device=device)
+        made.set_(storage, 0, shape, strides)
         self._alive.append(made)
         return made
 
@@ -275,7 +287,9 @@ class Recording(TorchDispatchMode):
     def _new(self, t: Tensor) -> int:
         """Memory that a step makes. How it lies is settled by who first asks for a tensor of it."""
         number = self._number()
-        shape = t.shape if t.is_contiguous() else (_extent(t),)
+        shape = (
+            t.shape if t.is_contiguous() else (t.untyped_storage().nbytes() // t.element_size(),)
+        )
         step = ["empty", number, SCALAR_TYPES[t.dtype], self._like, tuple(shape)]
         self._steps.append(step)
         self._memory[_key(t)] = _Memory(number, t.dtype, step)
@@ -433,20 +447,6 @@ def _passed(argument: Any) -> Any:
     return argument.data_ptr() if isinstance(argument, Tensor) else argument
 
 
-def _shadow(value: Any, shadows: dict[int, Tensor]) -> Any:
-    """An argument with tensors on no memory in place of others, the same for the same."""
-    if isinstance(value, Tensor):
-        if id(value) not in shadows:
-            shape, strides = value.shape, value.stride()
-            shadows[id(value)] = torch.empty_strided(
-                shape, strides, dtype=value.dtype, device="meta"
-            )
-        return shadows[id(value)]
-    if isinstance(value, list | tuple):
-        return type(value)(_shadow(v, shadows) for v in value)
-    return value
-
-
 def _key(t: Tensor) -> int:
     return int(t.untyped_storage()._cdata)
 
@@ -454,13 +454,6 @@ def _key(t: Tensor) -> int:
 def _facts(t: Tensor) -> tuple[Any, ...]:
     strides = tuple(1 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
     return tuple(t.shape), strides, t.storage_offset(), t.dtype
-
-
-def _extent(t: Tensor) -> int:
-    """Elements from the first to the last."""
-    if t.numel() == 0:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 # --------------------------------------------------------------------------------------------
@@ -499,9 +492,10 @@ def _sum(r: Recording, arguments: tuple[Any, ...]) -> list[Any] | None:
     return ["sum", None, r._at(t), tuple(d % t.dim() for d in dims)]
 
 
-def _contiguous(r: Recording, arguments: tuple[Any, ...]) -> list[Any] | None:
-    t, format_ = arguments
-    return ["dense", None, r._at(t)] if format_ in (None, 0, torch.contiguous_format) else None
+def _clone(r: Recording, arguments: tuple[Any, ...]) -> list[Any] | None:
+    t, memory_format = arguments
+    dense = memory_format in (0, torch.contiguous_format) and not t.is_contiguous()
+    return ["dense", None, r._at(t)] if dense else None
 
 
 def _onednn(r: Recording, arguments: tuple[Any, ...]) -> list[Any] | None:
@@ -515,9 +509,10 @@ def _onednn(r: Recording, arguments: tuple[Any, ...]) -> list[Any] | None:
 _STEPS: dict[str, _Special] = {
     "aten.linear.default": _linear,
     "aten.mm.default": _mm,
+    "aten.matmul.default": _mm,
     "aten.bmm.default": _bmm,
     "aten.sum.dim_IntList": _sum,
-    "aten.contiguous.default": _contiguous,
+    "aten.clone.default": _clone,
     "mkldnn._linear_pointwise.default": _onednn,
 }
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import recorder
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.grouped_linear import triton_tensors as tensors
 from fastlinear.ops.grouped_linear.triton_config import FORWARD_PRECISION, dot_precision, padded
@@ -314,10 +313,6 @@ def pytorch_pays(dy: Tensor, saved: Tensor | None, x: Tensor) -> bool:
 
 
 def _by_pytorch(dy: Tensor, x: Tensor, sizes: Tensor) -> Tensor:
-    recording = recorder.active()
-    if recording is not None:
-        for t in (dy, x):
-            recording.only_as_aligned(t)
     ends = sizes.clamp(min=0).cumsum(0).clamp(max=x.shape[0])
     dw: Tensor = torch._grouped_mm(dy.t(), x, offs=ends.to(torch.int32))
     return dw
