@@ -205,7 +205,7 @@ def backward_call(
         for total, places in layouts
     )
     dx_at, dw_at, db_at = (places for _, places in layouts)
-    shapes = (
+    shapes: tuple[list[tuple[int, ...]], ...] = (
         [
             () if dy is None else (*dy.shape[:-1], k)
             for dy, (_, _, k) in zip(dys, sizes, strict=True)
