@@ -163,7 +163,7 @@ def by_loop(dtype: torch.dtype, lists: Any, activation: str, dys: list[Tensor]) 
 def check(dtype: torch.dtype, activation: str, sizes: Any = SIZES) -> None:
     lists = drawn(dtype, sizes)
     dys = [torch.randn(m, n).to(dtype) for m, _, n in sizes]
-    ys = autograd.recorded(autograd.Formula(activation), *lists)
+    ys = autograd.applied(autograd.Formula(activation), *lists)
     given = [t for ts in lists for t in ts if t is not None]
     grads = torch.autograd.grad(ys, given, dys)
     count = len(sizes)
@@ -352,7 +352,7 @@ def test_tapes(activation: str) -> None:
             table.clear()
             formula = autograd.Formula(activation)
             wanted = [t for ts in given for t in ts or () if t is not None and t.requires_grad]
-            expected = autograd.recorded(formula, *given)
+            expected = autograd.applied(formula, *given)
             dys = [torch.randn_like(y) for y in expected]
             grads = torch.autograd.grad(expected, wanted, dys)
             assert table.admit(*given, "a", spec._record(formula, True, *given))

@@ -16,6 +16,8 @@ from torch import Tensor
 
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
 _COMPARISONS = frozenset(f"aten::{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+_UNTAGGED = frozenset({"aten.leaky_relu_backward.default", "aten.mish_backward.default"})
+"""Ops that compute number by number although PyTorch does not mark them so."""
 _Shape = tuple[int, ...]
 
 
@@ -40,7 +42,7 @@ def result_of(op: Any, arguments: tuple[Any, ...]) -> Result | None:
     rule = _RULES.get(str(op))
     if rule is not None:
         return rule(*arguments)
-    if torch.Tag.pointwise in op.tags:
+    if torch.Tag.pointwise in op.tags or str(op) in _UNTAGGED:
         return _pointwise(op._schema.name, arguments)
     return None
 
@@ -88,20 +90,29 @@ def _broadcast(shapes: Sequence[Sequence[int]]) -> _Shape:
 
 
 def _strides_like(tensors: Sequence[Tensor]) -> _Shape | None:
-    """Strides of what is computed number by number from tensors of one shape; None where they lie
-    in different ways, or with gaps."""
-    first = tensors[0]
+    """Strides of what is computed number by number from tensors of one shape: dense, in the order
+    in which all of them lie. None where they lie in different ways."""
+    shape = tensors[0].shape
     if all(t.is_contiguous() for t in tensors):
-        return contiguous(first.shape)
-    if any(t.stride() != first.stride() for t in tensors):
+        return contiguous(shape)
+    orders = {_order(t) for t in tensors}
+    if len(orders) > 1:
         return None
-    by_size = sorted(zip(first.stride(), first.shape, strict=True))
-    expected = 1
-    for stride, size in by_size:
-        if size != 1 and stride != expected:
-            return None
-        expected *= size
-    return tuple(first.stride())
+    (order,) = orders
+    found, after = [0] * len(shape), 1
+    for i in reversed(order):
+        found[i] = after
+        after *= max(1, shape[i])
+    return tuple(found)
+
+
+def _order(t: Tensor) -> tuple[int, ...]:
+    """Dimensions from the widest stride to the smallest; one of size 1 goes with the next."""
+    strides = list(t.stride())
+    for i in range(len(strides) - 1, -1, -1):
+        if t.shape[i] == 1:
+            strides[i] = strides[i + 1] * t.shape[i + 1] if i + 1 < len(strides) else 1
+    return tuple(sorted(range(len(strides)), key=lambda i: -strides[i]))
 
 
 def contiguous(shape: Sequence[int]) -> _Shape:
@@ -182,6 +193,7 @@ _RULES: dict[str, Callable[..., Result | None]] = {
     "aten.zeros_like.default": _like,
     "aten.linear.default": _linear,
     "mkldnn._linear_pointwise.default": _linear,
+    "mkldnn._linear_pointwise.binary": lambda x, _, weight, *__: _linear(x, weight),
     "aten.mm.default": _product,
     "aten.bmm.default": _product,
     "aten.matmul.default": _matmul,
