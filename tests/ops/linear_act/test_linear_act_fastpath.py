@@ -408,29 +408,3 @@ def test_triton_kernels_launched_by_the_fast_path_compute_the_same(
         t.zero_()
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(static, first, strict=True))
-
-
-@pytest.mark.parametrize("backend", ["eager", "onednn", "cpp", "gemm_cpp"])
-@pytest.mark.parametrize("activation", ["none", "gelu"])
-def test_calls_without_gradients_run_without_python(backend: str, activation: str) -> None:
-    """PyTorch's own ops among them: bits and shapes are those of Python's path."""
-    assert fastpath_node.wait(240), fastpath_node.reason_not()
-    table = fastpath.table("linear_act.test")
-    assert table is not None
-    for shape in ((8, 32), (2, 3, 32), (32,)):
-        x, w, b = torch.randn(shape), torch.randn(16, 32), torch.randn(16)
-        for bias in (b, None):
-            p = problem("forward", 8, 32, 16, dtype="float32", device="cpu", activation=activation)
-            (found,) = [c for c in family("linear_act").candidates("forward") if c.name == backend]
-            if found.reason_not(p) is not None or (backend == "cpp" and bias is None):
-                continue
-            table.clear()
-            with torch.no_grad():
-                resolved = spec._resolve((x, w, bias, activation, backend), False, False)
-                assert resolved.record is not None
-                expected = resolved.plan(x, w, bias)
-                plan = recorded.inference(only_recorded(backend, activation), x, w, bias)
-                assert table.admit(x, w, bias, activation, backend, plan)
-                y = table.call(x, w, bias, activation, backend)
-            assert torch.equal(y, expected)
-            assert not y._is_view()

@@ -51,10 +51,7 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         return Resolved(own, by_torch=True)
     chosen = choices(SPEC, arguments, grad)
     if x.numel() == 0 or _all_eager(chosen):
-        plain = grad or x.numel() == 0 or calls.is_captured(x)
-        return Resolved(
-            own, own, None if plain else partial(recorded.inference, own), by_torch=True
-        )
+        return Resolved(own, own, by_torch=True)
     if grad:
         return _train(arguments, chosen)
     backend = chosen[0].backend

@@ -105,7 +105,7 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         return Resolved(own, own, by_torch=True) if own_autograd else _train(arguments, chosen)
     backend = chosen[0].backend
     plan = _inference(backend.load(), activation, order)
-    if calls.is_captured(x):
+    if not x.is_cuda or calls.is_captured(x):
         return Resolved(plan, plan)
     return Resolved(plan, plan, partial(recorded.inference, plan))
 

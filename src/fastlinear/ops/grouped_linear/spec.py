@@ -63,7 +63,8 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         return (
             Resolved(own, own, by_torch=True) if names == {"eager"} else _train(arguments, chosen)
         )
-    plan = _inference(chosen[0].backend.load(), activation, layout)
+    backend = chosen[0].backend
+    plan = _inference(backend.load(), activation, layout)
     return Resolved(plan, plan, partial(recorded.inference, plan))
 
 

@@ -69,13 +69,11 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
         plain = grad and step and not (empty or captured or autocast)
         # PyTorch's nodes cost less than one in Python, and more than one in C++
         if not (plain and fastpath.table(NAME) is not None and fastpath_node.begun()):
-            own = _own(activation)
-            record = None if grad or empty or captured else partial(recorded.inference, own)
-            return Resolved(own, _own_in_table(activation), record, by_torch=True)
+            return Resolved(_own(activation), _own_in_table(activation), by_torch=True)
     if grad:
         return _train(arguments, chosen)
     plan = _inference(chosen[0].backend.load(), activation)
-    if captured:
+    if captured or not x.is_cuda:
         return Resolved(plan, plan)
     return Resolved(plan, plan, partial(recorded.inference, plan))
 

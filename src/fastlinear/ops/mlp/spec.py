@@ -60,8 +60,7 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
     if empty or backends == {"eager"}:
         if not grad:
             plan = _chain_in_place(*names)
-            record = None if empty or captured else partial(recorded.inference, plan)
-            return Resolved(plan, plan, record, by_torch=True)
+            return Resolved(plan, plan, by_torch=True)
         plain = backend is None and not (empty or autocast or captured)
         if not (plain and fastpath_node.begun() and _by_node(chosen)):
             # PyTorch's nodes cost less than one in Python, and more than one in C++
@@ -70,11 +69,13 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
         return _train(arguments, chosen)
     plan = _inference(chosen[0].backend.load(), *names)
     (name,) = backends
+    if x.is_cuda and not captured:
+        return Resolved(plan, plan, partial(recorded.inference, plan))
     dense = all(t.is_contiguous() for t in (x, *weights, *biases) if t is not None)
     if name == "whole_cpp" and dense and x.dim() <= 3:
         codes = whole_cpp.codes(len(weights), *names)
         return Resolved(plan, ("chain", whole_cpp.address(), codes))
-    return Resolved(plan, plan, None if captured else partial(recorded.inference, plan))
+    return Resolved(plan, plan)
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
