@@ -39,6 +39,8 @@ def _rules() -> tuple[Rule, ...]:
     for module in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
         if module.ispkg:
             package: Any = importlib.import_module(module.name)
+            if not hasattr(package, "find"):
+                continue
             name = module.name.rpartition(".")[2]
             found.append(Rule(name, package.FAMILY, package.find, package.REWRITES))
     return tuple(found)

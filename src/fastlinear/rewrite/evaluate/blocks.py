@@ -8,9 +8,9 @@ from fastlinear.core.cost import Cost, floor_us, measure_ceilings, roofline
 from fastlinear.core.precision import float32_precision
 from fastlinear.profile.records import Finding, LinearSite
 from fastlinear.profile.site_cost import ITEM_BYTES, linear_cost
-from fastlinear.rewrite.match.stops import Stop
-from fastlinear.rewrite.rules.mlp import RULE
-from fastlinear.rewrite.rules.mlp_blocks import Stopped
+from fastlinear.rewrite.rules.mlp.blocks import Stopped
+from fastlinear.rewrite.rules.mlp.find import RULE
+from fastlinear.rewrite.rules.mlp.stops import Stop
 from fastlinear.rewrite.work import Work
 
 CODE = "chain_stopped"

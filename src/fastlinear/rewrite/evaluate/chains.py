@@ -24,8 +24,8 @@ from fastlinear.rewrite.evaluate.parents import offers
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.fused_lists import UNEQUAL
-from fastlinear.rewrite.rules import mlp
 from fastlinear.rewrite.rules.grouped_chains import OWN
+from fastlinear.rewrite.rules.mlp import find as mlp
 from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work, in_words
 

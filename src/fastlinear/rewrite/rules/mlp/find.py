@@ -16,9 +16,9 @@ from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.eligible import refuse_module
-from fastlinear.rewrite.match.fused_chains import in_forward, in_sequential
 from fastlinear.rewrite.match.sites import inside
-from fastlinear.rewrite.rules.mlp_blocks import Blocks, Offers, Stopped, replaced
+from fastlinear.rewrite.rules.mlp.blocks import Blocks, Offers, Stopped, replaced
+from fastlinear.rewrite.rules.mlp.fuse import in_forward, in_sequential
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.swap.sequential_forward import Segment
 
