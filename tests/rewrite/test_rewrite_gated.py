@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fastlinear as fl
 from fastlinear.core.device import is_wide_amd
 from fastlinear.report import page
-from fastlinear.rewrite.rules import gated as rule
+from fastlinear.rewrite.rules.gated import modules as rule
 
 
 class Block(nn.Module):
@@ -257,7 +257,7 @@ EAGER = {"forward": "eager", "backward": "eager"}
 def test_passes_follow_from_activation_and_backend(
     activation: str, backend: str, glu: bool, inference: int, train: int
 ) -> None:
-    from fastlinear.rewrite.rules import gated_passes as passes
+    from fastlinear.rewrite.rules.gated import passes
 
     forward, both = {"forward": backend}, dict.fromkeys(EAGER, backend)
     assert passes.moved(activation, forward, train=False, down=True, glu=glu) == inference
@@ -267,7 +267,7 @@ def test_passes_follow_from_activation_and_backend(
 
 
 def test_words_say_what_is_fused() -> None:
-    from fastlinear.rewrite.rules.gated_passes import words
+    from fastlinear.rewrite.rules.gated.passes import words
 
     assert words("silu", {"forward": "onednn"}, train=False) == (
         "silu is in the epilogue of the gate's product and the product of the halves in the up "

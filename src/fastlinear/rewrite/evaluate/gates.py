@@ -34,8 +34,8 @@ from fastlinear.rewrite.evaluate.measure import backends_of
 from fastlinear.rewrite.evaluate.not_measured import budget_spent
 from fastlinear.rewrite.evaluate.of_the_step import of_the_step
 from fastlinear.rewrite.outcome import SiteOutcome
-from fastlinear.rewrite.rules import gated_passes as passes
-from fastlinear.rewrite.rules.gated import GatedSite
+from fastlinear.rewrite.rules.gated import passes
+from fastlinear.rewrite.rules.gated.modules import GatedSite
 from fastlinear.rewrite.work import OFFERED, Work, in_words
 
 CODE = NAME

@@ -16,11 +16,11 @@ from fastlinear.rewrite.fusion import Fusion, InForward
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.fused_gates import fused_gate
 from fastlinear.rewrite.match.gates import Gate
 from fastlinear.rewrite.match.parent import Fusable, gates_seen
-from fastlinear.rewrite.rules import gated as rule
-from fastlinear.rewrite.rules.gated import GatedSite
+from fastlinear.rewrite.rules.gated import modules as rule
+from fastlinear.rewrite.rules.gated.fuse import fused_gate
+from fastlinear.rewrite.rules.gated.modules import GatedSite
 from fastlinear.rewrite.work import Work
 
 

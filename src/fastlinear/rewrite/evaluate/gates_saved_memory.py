@@ -13,7 +13,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.explain import mib
 from fastlinear.ops.gated_mlp.saved_memory import account, way_of
 from fastlinear.ops.gated_mlp.stacking import Needs
-from fastlinear.rewrite.rules.gated import GatedSite
+from fastlinear.rewrite.rules.gated.modules import GatedSite
 
 
 def needs_of(site: GatedSite, input_grad: bool) -> Needs:

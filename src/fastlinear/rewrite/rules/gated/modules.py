@@ -26,9 +26,9 @@ from fastlinear.rewrite.fusion import Fusion, WholeForward
 from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.match.candidate import Candidate, all_different, named, one_pass
 from fastlinear.rewrite.match.eligible import refuse_linear, refuse_module
-from fastlinear.rewrite.match.fused_gates import fused_gate
-from fastlinear.rewrite.match.gated_module import recognise
 from fastlinear.rewrite.match.written import Written
+from fastlinear.rewrite.rules.gated.fuse import fused_gate
+from fastlinear.rewrite.rules.gated.recognise import recognise
 from fastlinear.rewrite.swap.functional_linear import AsLayer, FunctionalLinear
 from fastlinear.rewrite.swap.gated_forward import call_gated, gated_forward
 
