@@ -10,8 +10,8 @@ from grouped_models import ByEinsum, ByVmap, Loop, Multichannel, Stack
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.rewrite.rules import grouped as rule
-from fastlinear.rewrite.rules import grouped_modules as modules
+from fastlinear.rewrite.rules.grouped.modules import recognise as modules
+from fastlinear.rewrite.rules.grouped.rows import observed as rule
 
 
 class Heads(nn.Module):

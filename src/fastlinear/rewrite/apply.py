@@ -34,7 +34,7 @@ from fastlinear.rewrite.optimize import prepare, settle_left, watch
 from fastlinear.rewrite.plan import Plan, Rewrite
 from fastlinear.rewrite.remember import decisions_of, on_trial
 from fastlinear.rewrite.result import Result
-from fastlinear.rewrite.rules.grouped_chains import OWN
+from fastlinear.rewrite.rules.grouped.modules.find import OWN
 from fastlinear.rewrite.swap.modules import SwapSet
 from fastlinear.rewrite.verify.inputs import from_specs
 from fastlinear.rewrite.verify.running import LossFn

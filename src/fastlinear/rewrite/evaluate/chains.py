@@ -23,8 +23,8 @@ from fastlinear.rewrite.evaluate.out_of_memory import code_of
 from fastlinear.rewrite.evaluate.parents import offers
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.fused_lists import UNEQUAL
-from fastlinear.rewrite.rules.grouped_chains import OWN
+from fastlinear.rewrite.rules.grouped.lists.fuse import UNEQUAL
+from fastlinear.rewrite.rules.grouped.modules.find import OWN
 from fastlinear.rewrite.rules.mlp import find as mlp
 from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work, in_words

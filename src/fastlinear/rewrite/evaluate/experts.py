@@ -12,8 +12,8 @@ from fastlinear.profile.site_cost import ITEM_BYTES, linear_cost
 from fastlinear.rewrite.evaluate.parents import traced
 from fastlinear.rewrite.in_code import in_code_together
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.rules import experts as rule
-from fastlinear.rewrite.rules.experts import Experts
+from fastlinear.rewrite.rules.experts import find as rule
+from fastlinear.rewrite.rules.experts.find import Experts
 from fastlinear.rewrite.work import Work
 
 CODE = "ragged_linear"

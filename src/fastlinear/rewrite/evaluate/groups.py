@@ -22,9 +22,9 @@ from fastlinear.rewrite.evaluate.groups_units import Run, Unit, of_row, of_whole
 from fastlinear.rewrite.evaluate.groups_watch import watched
 from fastlinear.rewrite.evaluate.not_measured import budget_spent, not_measured
 from fastlinear.rewrite.evaluate.of_the_step import of_the_step
-from fastlinear.rewrite.match.fused_lists import UNEQUAL
 from fastlinear.rewrite.outcome import SiteOutcome
-from fastlinear.rewrite.rules.grouped_parallel_mlps import Standing
+from fastlinear.rewrite.rules.grouped.lists.fuse import UNEQUAL
+from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing
 from fastlinear.rewrite.work import OFFERED, Work
 
 CODE = "grouped_linear"

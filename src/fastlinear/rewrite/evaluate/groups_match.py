@@ -10,10 +10,10 @@ from fastlinear.rewrite.evaluate.groups_watch import watched
 from fastlinear.rewrite.evaluate.parents import traced
 from fastlinear.rewrite.fusion import Fusion, InSequential
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.rules.grouped_chains import chain_of
-from fastlinear.rewrite.rules.grouped_lists import lists_of, standing_lists
-from fastlinear.rewrite.rules.grouped_parallel_mlps import standing, suspects
-from fastlinear.rewrite.rules.grouped_rows import rows_of
+from fastlinear.rewrite.rules.grouped.lists.find import lists_of, standing_lists
+from fastlinear.rewrite.rules.grouped.modules.find import chain_of
+from fastlinear.rewrite.rules.grouped.parallel_mlps.find import standing, suspects
+from fastlinear.rewrite.rules.grouped.rows.find import rows_of
 from fastlinear.rewrite.work import Work
 
 _TAKEN = "another rewrite has one of its linears"

@@ -11,8 +11,8 @@ from fastlinear.core.cost import Cost
 from fastlinear.rewrite.evaluate.groups_units import Unit, strided
 from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.match.parallel_mlps import ParallelMLP
-from fastlinear.rewrite.rules.grouped import Seen
-from fastlinear.rewrite.rules.grouped_parallel_mlps import Standing
+from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing
+from fastlinear.rewrite.rules.grouped.rows.observed import Seen
 from fastlinear.rewrite.swap.grouped_forward import parameters_of
 from fastlinear.rewrite.swap.parallel_mlps_forward import Way, abreast, fit
 from fastlinear.rewrite.work import Work

@@ -15,8 +15,8 @@ from fastlinear.core.cost import Cost
 from fastlinear.ops.grouped_linear.op import grouped_linear
 from fastlinear.rewrite.in_code import in_code, in_code_together
 from fastlinear.rewrite.match.calls import SiteCalls
-from fastlinear.rewrite.rules.grouped import Row
-from fastlinear.rewrite.rules.grouped_modules import Whole
+from fastlinear.rewrite.rules.grouped.modules.recognise import Whole
+from fastlinear.rewrite.rules.grouped.rows.observed import Row
 from fastlinear.rewrite.swap.grouped_forward import CONVOLUTION, LINEARS, call_grouped
 from fastlinear.rewrite.work import Work
 

@@ -18,12 +18,12 @@ from fastlinear.profile.observe import own_copy
 from fastlinear.profile.step import is_compiled
 from fastlinear.rewrite.evaluate.groups_products import Product, Products
 from fastlinear.rewrite.match.calls import Kind, SiteCalls
-from fastlinear.rewrite.rules import grouped as rule
-from fastlinear.rewrite.rules import grouped_modules as modules
-from fastlinear.rewrite.rules import grouped_parallel_mlps as parallel_mlps
-from fastlinear.rewrite.rules.grouped import Row, Seen
-from fastlinear.rewrite.rules.grouped_lists import lists_of
-from fastlinear.rewrite.rules.grouped_modules import Whole
+from fastlinear.rewrite.rules.grouped.lists.find import lists_of
+from fastlinear.rewrite.rules.grouped.modules import recognise as modules
+from fastlinear.rewrite.rules.grouped.modules.recognise import Whole
+from fastlinear.rewrite.rules.grouped.parallel_mlps import find as parallel_mlps
+from fastlinear.rewrite.rules.grouped.rows import observed as rule
+from fastlinear.rewrite.rules.grouped.rows.observed import Row, Seen
 from fastlinear.rewrite.work import Work
 
 

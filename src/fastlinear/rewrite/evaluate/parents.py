@@ -6,9 +6,9 @@ from fastlinear.ops.grouped_linear.problem import NAME as GROUPED
 from fastlinear.rewrite.evaluate.groups_watch import watched
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.parent import Fusable, fusable, is_sequential
-from fastlinear.rewrite.rules.grouped import LINEARS
-from fastlinear.rewrite.rules.grouped_lists import lists_of
-from fastlinear.rewrite.rules.grouped_parallel_mlps import parts_of
+from fastlinear.rewrite.rules.grouped.lists.find import lists_of
+from fastlinear.rewrite.rules.grouped.parallel_mlps.find import parts_of
+from fastlinear.rewrite.rules.grouped.rows.observed import LINEARS
 from fastlinear.rewrite.work import Work
 
 _NOT_CALLED = Refusal("not_called", "These inputs never call the module that holds it.")

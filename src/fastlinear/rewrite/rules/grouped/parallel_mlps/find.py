@@ -18,7 +18,6 @@ from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.fused_parallel_mlps import fused_parallel_mlps
 from fastlinear.rewrite.match.parallel_mlps import (
     Abreast,
     ParallelMLP,
@@ -27,6 +26,7 @@ from fastlinear.rewrite.match.parallel_mlps import (
 )
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
+from fastlinear.rewrite.rules.grouped.parallel_mlps.fuse import fused_parallel_mlps
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.swap.parallel_mlps_forward import LISTS, STACKED, Way
 

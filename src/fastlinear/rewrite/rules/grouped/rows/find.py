@@ -28,11 +28,11 @@ from fastlinear.rewrite.match.candidate import (
     weights_and_biases,
 )
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.fused_lists import PARTS, SHARED, UNEQUAL
-from fastlinear.rewrite.match.fused_parallel_mlps import exact_of
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
-from fastlinear.rewrite.rules.grouped import Row
+from fastlinear.rewrite.rules.grouped.lists.fuse import PARTS, SHARED, UNEQUAL
+from fastlinear.rewrite.rules.grouped.parallel_mlps.fuse import exact_of
+from fastlinear.rewrite.rules.grouped.rows.observed import Row
 from fastlinear.rewrite.swap.grouped_forward import LINEARS, stacked
 from fastlinear.rewrite.swap.parts import side_by_side
 from fastlinear.rewrite.swap.row_forward import behind_one_another, together

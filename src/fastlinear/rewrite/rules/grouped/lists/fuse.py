@@ -14,9 +14,9 @@ from fastlinear.rewrite.fusion import Fusion, InForward
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.fused_parallel_mlps import ParallelMLPs, alone, exact_of
 from fastlinear.rewrite.match.parallel_mlps import Abreast
 from fastlinear.rewrite.match.parent import Fusable
+from fastlinear.rewrite.rules.grouped.parallel_mlps.fuse import ParallelMLPs, alone, exact_of
 from fastlinear.rewrite.swap.parallel_mlps_forward import Way
 
 UNEQUAL = "unequal_linear"
