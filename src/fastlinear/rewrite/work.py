@@ -29,8 +29,8 @@ from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.sites import FilterFn
 from fastlinear.rewrite.outcome import SiteOutcome
-from fastlinear.rewrite.rules import linear_act as rule
-from fastlinear.rewrite.rules import on_parameters
+from fastlinear.rewrite.rules.linear_act import find as rule
+from fastlinear.rewrite.rules.linear_act import on_parameters
 from fastlinear.rewrite.verify import model as verify
 from fastlinear.rewrite.verify.finite import NOT_FINITE, why_unproven
 from fastlinear.rewrite.verify.inputs import Call

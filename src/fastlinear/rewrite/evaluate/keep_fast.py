@@ -6,7 +6,7 @@ from fastlinear.core.timing import Ratio
 from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.evaluate.swaps import swaps_of
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.rules import linear_act as rule
+from fastlinear.rewrite.rules.linear_act import find as rule
 from fastlinear.rewrite.swap.modules import SwapSet
 from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work, in_words
 
