@@ -110,16 +110,9 @@ def test_findings_say_what_is_avoidable(mode: str) -> None:
 
 
 @pytest.mark.usefixtures("times_as_given")
-def test_a_finding_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finding_is_made_of_what_was_measured(finding_times: Any) -> None:
     """With times that are given, the finding is certain."""
-    from fastlinear.core.timing import Samples
-    from fastlinear.rewrite.evaluate import gates
-
-    def times(*_: object) -> tuple[Samples, Samples]:
-        slow = Samples("before", (100.0, 101.0, 102.0), "wall", 1, "clock")
-        return slow, Samples("after", (50.0, 51.0, 52.0), "wall", 1, "clock")
-
-    monkeypatch.setattr(gates, "_times", times)
+    finding_times((100.0, 101.0, 102.0), (50.0, 51.0, 52.0))
     config = fl.Config(tune=False, draws=1, time_budget_s=20.0)
     left = lambda *_: False  # noqa: E731
     result = fl.optimize_(Model().eval(), torch.randn(16, 64), config=config, filter_fn=left)
@@ -141,16 +134,9 @@ def test_a_finding_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch)
     ("after", "word"), [((50.0, 52.0, 51.0), "as fast"), ((100.0, 101.0, 102.0), "faster")]
 )
 def test_what_is_not_faster_is_told_as_well(
-    after: tuple[float, ...], word: str, monkeypatch: pytest.MonkeyPatch
+    after: tuple[float, ...], word: str, finding_times: Any
 ) -> None:
-    from fastlinear.core.timing import Samples
-    from fastlinear.rewrite.evaluate import gates
-
-    def times(*_: object) -> tuple[Samples, Samples]:
-        fast = Samples("before", (50.0, 51.0, 52.0), "wall", 1, "clock")
-        return fast, Samples("after", after, "wall", 1, "clock")
-
-    monkeypatch.setattr(gates, "_times", times)
+    finding_times((50.0, 51.0, 52.0), after)
     config = fl.Config(tune=False, draws=1, time_budget_s=20.0)
     result = fl.optimize_(Model().eval(), torch.randn(16, 64), config=config)
     found = {f.fqn: f for f in result.findings if f.code == "gated_mlp"}
@@ -179,15 +165,8 @@ def kept_bytes(model: nn.Module, x: Tensor, mode: str = "train") -> dict[str, An
 
 
 @pytest.mark.usefixtures("times_as_given")
-def test_findings_say_what_training_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastlinear.core.timing import Samples
-    from fastlinear.rewrite.evaluate import gates
-
-    def times(*_: object) -> tuple[Samples, Samples]:
-        alike = Samples("before", (50.0, 51.0, 52.0), "wall", 1, "clock")
-        return alike, alike
-
-    monkeypatch.setattr(gates, "_times", times)
+def test_findings_say_what_training_keeps(finding_times: Any) -> None:
+    finding_times((50.0, 51.0, 52.0), (50.0, 51.0, 52.0))
     k, h, rows, size = 64, 96, 16, 4 * 16
     x = torch.randn(rows, k)
     own = "PyTorch's own autograd"

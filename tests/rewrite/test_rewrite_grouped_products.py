@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.rewrite.evaluate import groups_products
+from fastlinear.rewrite.rules.grouped import products as groups_products
 
 G, K, N = 3, 5, 4
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.core.timing import Samples
-from fastlinear.rewrite.evaluate import gates, groups
+from fastlinear.rewrite.evaluate import findings, site
 from fastlinear.rewrite.evaluate.of_the_step import SCALED, of_the_step
 
 
@@ -63,8 +63,7 @@ def test_findings_stay_within_the_step(
         times = {"before": 1e6, "after": 5e5}
         return {n: Samples(n, (times[n],) * 5, "wall", 1, "clock") for n in contenders}
 
-    for module in (gates, groups):
-        monkeypatch.setattr(module, "interleave", interleave)
+    monkeypatch.setattr(site, "interleave", interleave)
     config = fl.Config(mode=mode, draws=1, tune=False, optimizer_steps=1, time_budget_s=5.0)
     result = fl.optimize_(make(), torch.randn(9, 32 if make is Gated else 8), config=config,
                           filter_fn=lambda *_: False)  # fmt: skip
@@ -91,14 +90,14 @@ def test_only_gradients_that_the_model_takes_are_measured(
     first = nn.Linear(32, 32).requires_grad_(not frozen)
     model = nn.Sequential(first, Gated())
     config = fl.Config(mode="train", draws=1, tune=False, optimizer_steps=1, time_budget_s=5.0)
-    real_measured = gates._measured
+    real_measured = findings.measured
 
     def measured(*given: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(torch.autograd, "grad", grad)
             return real_measured(*given)
 
-    monkeypatch.setattr(gates, "_measured", measured)
+    monkeypatch.setattr(findings, "measured", measured)
     fl.optimize_(model, torch.randn(9, 32), config=config, filter_fn=lambda *_: False)
     assert set(wanted) == {6 if frozen else 7}
 

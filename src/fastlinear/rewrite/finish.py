@@ -21,9 +21,9 @@ from fastlinear.rewrite.evaluate.try_compiled import RULE
 from fastlinear.rewrite.evaluate.try_graph import KeptGraph
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import linear_modules
-from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
 from fastlinear.rewrite.result import Result
+from fastlinear.rewrite.site_outcome import SiteOutcome
 from fastlinear.rewrite.swap.modules import SwapSet, is_rewritten
 from fastlinear.rewrite.verify.inputs import input_specs
 from fastlinear.rewrite.work import Work

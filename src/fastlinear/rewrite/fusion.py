@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastlinear.core.cost import Cost
 from fastlinear.core.problem import Problem
 from fastlinear.rewrite.match.calls import Results, SiteCalls
 from fastlinear.rewrite.match.links import Edit, Run
@@ -45,23 +46,36 @@ class WholeForward:
     make: Callable[[], forwards.Forward]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What a finding says of a fusion.
 
     Attributes:
         title: a few words.
         message: microseconds of a call before and after → what is slow and what would help.
-        advice: what the reader puts in its place; None where ``optimize_`` may.
+        advice: what the reader puts in its place; None where ``optimize_`` alone may.
         details: further facts, JSON-ready.
-        note: what is said in brackets where it could not be measured; by default nothing.
+        words: what is seen, where it could not be measured; by default the title.
+        replace: the advice as a sentence behind the message, where it is not in place.
+        aside: what is to be said of ``optimize_`` where that leaves it alone.
+        cost: of one call, by default that of its first Problem.
+        code: the finding's, by default the fusion's rule.
+        linears: those whose outcome says whether it is in place, by default the fusion's own; of
+            what is left to the reader none.
+        covers: linears whose gains are part of its own.
     """
 
     title: str
     message: Callable[[float, float], str]
     advice: str | None
     details: dict[str, Any]
-    note: str = ""
+    words: str = ""
+    replace: str = ""
+    aside: str = ""
+    cost: Cost | None = None
+    code: str = ""
+    linears: tuple[str, ...] = ()
+    covers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,6 +119,7 @@ class Fusion:
         activation: what is fused with each linear; None where each is as it is by itself.
         final_activation: of a chain, after its last linear.
         backend: a forced backend, or None.
+        whole: whether no smaller call may take some of its linears.
         competes: whether it may take linears of another call, where it is faster than that.
         eager_may_gain: whether it may gain though dispatch takes PyTorch's own path for its
             products.
@@ -135,6 +150,7 @@ class Fusion:
     activation: str | None = None
     final_activation: str = "none"
     backend: str | None = None
+    whole: bool = False
     competes: bool = True
     eager_may_gain: bool = True
     alike: tuple[Any, ...] = ()
@@ -163,6 +179,17 @@ class Fusion:
     def asked(self) -> tuple[Problem, ...]:
         """The forward Problems that dispatch decides about."""
         return self.problems if self.decided is None else self.decided
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Those whose outcome says whether it is in place."""
+        told = () if self.report is None else self.report.linears
+        return told or (() if self.forward is None else self.names)
+
+    @property
+    def tried(self) -> tuple[str, tuple[str, ...]] | None:
+        """What tells it from every other fusion that may be put in place; None where it may not."""
+        return None if self.forward is None else (self.rule, self.names)
 
     @property
     def key(self) -> str:

@@ -166,4 +166,10 @@ def _report(fqn: str, then: str, rate: float) -> Report:
             f"{after_us:.1f} us with the same random numbers, drawn in blocks."
         )
 
-    return Report(f"linear → {then}dropout", message, None, {"rate": rate, "linears": [fqn]})
+    return Report(
+        title=f"linear → {then}dropout",
+        message=message,
+        advice=None,
+        details={"rate": rate, "linears": [fqn]},
+        covers=(fqn,),
+    )

@@ -7,14 +7,14 @@ matches; nothing here changes a model or measures anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 from torch.fx import Graph
 
-from fastlinear.profile.graph import TENSOR, Observed
-from fastlinear.profile.records import LinearSite
+from fastlinear.ops.mlp.problem import NAME
+from fastlinear.profile.graph import TENSOR
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.composed import returned
@@ -25,8 +25,7 @@ from fastlinear.rewrite.match.parent import Fusable, is_sequential
 from fastlinear.rewrite.match.sites import activations_of, inside
 from fastlinear.rewrite.rules.mlp.fuse import in_forward
 from fastlinear.rewrite.rules.mlp.stops import Stop, stops_of
-
-Offers = Callable[[str], Fusable | Refusal]
+from fastlinear.rewrite.session import Session
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,35 +46,30 @@ class Blocks:
     """What is known of a model in which chains are looked for.
 
     Attributes:
-        model: the model, unchanged.
-        candidates: what the rule of linear_act found; a chain takes none but these.
-        sites: what the profile says about each linear.
-        arguments: what modules were called with.
-        offers: name of a module → the trace of its forward, or why there is none.
+        session: what is known of the model; a chain takes none but its candidates.
         shorter: the chains that lie in one module.
-        backend: as in ``rules.mlp.match``.
     """
 
-    model: nn.Module
-    candidates: Mapping[str, Candidate]
-    sites: Mapping[str, LinearSite]
-    arguments: Mapping[nn.Module, Observed]
-    offers: Offers
+    session: Session
     shorter: list[Fusion]
-    backend: str | None
     _activations: dict[int, str | None] = field(default_factory=dict)
+
+    @property
+    def candidates(self) -> Mapping[str, Candidate]:
+        """The linears that may take part."""
+        return self.session.candidates
 
     def match(self) -> tuple[list[Fusion], list[Stopped]]:
         """The chains through several modules, those of outer modules last, with what else of the
         same forwards may become one call; and where one stops, and why."""
         chains: list[Fusion] = []
         stopped = []
-        for fqn, module in reversed(list(self.model.named_modules())):
+        for fqn, module in reversed(list(self.session.model.named_modules())):
             inner = [name for name in self.candidates if inside(fqn, name) is not None]
-            callers = {self.sites[name].parent_fqn for name in inner}
-            if len(callers) < 2 or module not in self.arguments:
+            callers = {self.session.sites[name].parent_fqn for name in inner}
+            if len(callers) < 2 or module not in self.session.arguments:
                 continue
-            own = self.offers(fqn)
+            own = self.session.offers(fqn)
             if isinstance(own, Fusable):
                 found, stops = self._in_forward(fqn, module, own)
                 chains += found
@@ -133,7 +127,7 @@ class Blocks:
             whole = _join(fqn, name)
             if node.op != "call_module" or not any(_in(c, whole) for c in self.candidates):
                 continue
-            module = self.model.get_submodule(whole)
+            module = self.session.model.get_submodule(whole)
             made: Fusable | str = f"its block {whole!r} is called more than once"
             if called.count(str(node.target)) == 1:
                 made = self._block(whole, module)
@@ -151,10 +145,10 @@ class Blocks:
             return f"its block {fqn!r}: {refusal.reason.rstrip('.')}"
         if type(module).__call__ is not nn.Module.__call__:
             return f"its block {fqn!r} has a __call__ of its own"
-        observed = self.arguments.get(module)
+        observed = self.session.arguments.get(module)
         if observed is None or observed.arguments() != ((TENSOR,), {}):
             return f"its block {fqn!r} is given more than one tensor, or it by name"
-        offered = self.offers(fqn)
+        offered = self.session.offers(fqn)
         if isinstance(offered, Refusal):
             return f"its block {fqn!r}: {offered.reason.rstrip('.')}"
         if returned(offered.graph) is None:
@@ -163,13 +157,13 @@ class Blocks:
 
     def _names(self, fqn: str, own: Fusable, blocks: Mapping[str, Fusable]) -> dict[str, str]:
         """Activation modules called there: name inside the parent → activation name."""
-        known = activations_of(self.sites.values())
+        known = activations_of(self.session.sites.values())
         found = {name: a for f, a in known.items() if (name := inside(fqn, f)) is not None}
         for path, graph in (("", own.graph), *((p, b.graph) for p, b in blocks.items())):
             for node in graph.nodes:
                 name = _join(path, str(node.target))
                 if node.op == "call_module" and name not in found:
-                    module = self.model.get_submodule(_join(fqn, name))
+                    module = self.session.model.get_submodule(_join(fqn, name))
                     if id(module) not in self._activations:
                         self._activations[id(module)] = activation_of_module(module)
                     activation = self._activations[id(module)]
@@ -183,7 +177,7 @@ class Blocks:
             whole = _join(fqn, name)
             if whole in self.candidates:
                 around = _join(fqn, _caller(name, flat))
-                if self.sites[whole].parent_fqn == around:
+                if self.session.sites[whole].parent_fqn == around:
                     found[name] = self.candidates[whole]
         return found
 
@@ -210,7 +204,7 @@ class Blocks:
         run: Run,
     ) -> Fusion:
         blocks = tuple(_join(fqn, path) for path in flat.around(run.linears))
-        return in_forward(fqn, module, members, run, flat, self.backend, blocks)
+        return in_forward(fqn, module, members, run, flat, self.session.backends.get(NAME), blocks)
 
 
 def replaced(shorter: list[Fusion], chains: list[Fusion]) -> list[Fusion]:

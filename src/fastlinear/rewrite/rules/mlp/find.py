@@ -11,14 +11,14 @@ from itertools import pairwise
 from torch import nn
 
 from fastlinear.profile.effects import class_forward
-from fastlinear.profile.graph import Observed
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.match.sites import inside
-from fastlinear.rewrite.rules.mlp.blocks import Blocks, Offers, Stopped, replaced
+from fastlinear.rewrite.rules.mlp.blocks import Blocks, Stopped, replaced
 from fastlinear.rewrite.rules.mlp.fuse import in_forward, in_sequential
+from fastlinear.rewrite.session import Session
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.swap.sequential_forward import Segment
 
@@ -26,33 +26,22 @@ RULE = "mlp"
 _PASSING = (nn.Identity, nn.Dropout)  # dropout only where it does nothing
 
 
-def match(
-    model: nn.Module,
-    candidates: Mapping[str, Candidate],
-    sites: Mapping[str, LinearSite],
-    arguments: Mapping[nn.Module, Observed],
-    offers: Offers,
-    *,
-    backend: str | None,
-) -> tuple[list[Fusion], list[Stopped]]:
+def find(session: Session) -> list[Fusion]:
+    """The chains of a model."""
+    return session.once(match)[0]
+
+
+def match(session: Session) -> tuple[list[Fusion], list[Stopped]]:
     """The chains of a model: in every Sequential the longest run of two or more linears, the
     runs in the forwards of modules that hold linears themselves, and those that go through several
-    modules, which may hold some of the others. Then where one of these stops, and why.
-
-    Args:
-        model: the model, unchanged.
-        candidates: what the rule of linear_act found; a chain takes none but these.
-        sites: what the profile says about each linear.
-        arguments: what modules were called with.
-        offers: name of a module → the trace of its forward, or why there is none.
-        backend: a forced backend of mlp, or None.
-    """
+    modules, which may hold some of the others. Then where one of these stops, and why."""
+    candidates, sites, backend = session.candidates, session.sites, session.backends.get(RULE)
     found: list[Fusion] = [
-        *_in_sequentials(model, candidates, sites, backend),
+        *_in_sequentials(session.model, candidates, sites, backend),
         *_in_parents(candidates, sites, backend),
     ]
     found = [c for c in found if one_pass(c.members) and all_different(c.members)]
-    longer, stopped = Blocks(model, candidates, sites, arguments, offers, found, backend).match()
+    longer, stopped = Blocks(session, found).match()
     return [*replaced(found, longer), *longer], stopped
 
 

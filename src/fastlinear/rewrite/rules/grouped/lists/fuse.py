@@ -61,6 +61,7 @@ def fused_list(
         activation=None if fused == "none" else fused,
         alike=(sizes, way, group.shared, shapes, reads, made.activations),
         reads=reads,
+        whole=True,
         what=f"its {len(members)} linears on {reads}",
         # the same linears may be another call as well
         title=f"{members[0].fqn!r} to {members[-1].fqn!r} as {UNEQUAL}",

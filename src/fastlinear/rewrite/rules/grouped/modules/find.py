@@ -13,15 +13,12 @@ from fastlinear.profile.graph import TENSOR, Observed, Untraceable, trace
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.calls import SiteCalls
-from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
+from fastlinear.rewrite.match.candidate import OWN, Candidate, all_different, one_pass
 from fastlinear.rewrite.rules.grouped.modules.fuse import fused_group
 from fastlinear.rewrite.rules.grouped.modules.recognise import Whole
 from fastlinear.rewrite.swap.grouped_forward import CONVOLUTION, LINEARS
 from fastlinear.rewrite.swap.modules import is_rewritten
 from fastlinear.rewrite.swap.traceable import is_straight, unseen_by_trying, why_not
-
-OWN = "grouped"
-"""The kind of a candidate that is no linear."""
 
 
 def chain_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import nn
 from fastlinear.ops.gated_mlp.problem import NAME
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.evaluate.parents import traced
 from fastlinear.rewrite.fusion import Fusion, InForward
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
@@ -21,7 +20,7 @@ from fastlinear.rewrite.match.parent import Fusable, gates_seen
 from fastlinear.rewrite.rules.gated import modules as rule
 from fastlinear.rewrite.rules.gated.fuse import fused_gate
 from fastlinear.rewrite.rules.gated.modules import GatedSite
-from fastlinear.rewrite.work import Work
+from fastlinear.rewrite.session import Session
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,18 +43,18 @@ class Part:
         return tuple(f"{self.fqn}.{n}" if self.fqn else n for n in gate.gated.names)
 
 
-def sites_of(work: Work) -> list[GatedSite]:
+def sites_of(session: Session) -> list[GatedSite]:
     """Every gated MLP of the model that is seen, whether it may be rewritten or not: modules, and
     parts of forwards."""
-    found = list(_modules(work))
+    found = list(session.once(_modules))
     known = {site.names[0] for site in found}
-    for part in parts(work):
+    for part in session.once(parts):
         if part.names(part.gate)[0] in known:
             continue
         known.add(part.names(part.gate)[0])
         half = part.gate.half
-        whole = half is None or not _kept(work, part.names(half)[0])
-        gate = part.gate if whole or _kept(work, part.names(part.gate)[-1]) else half
+        whole = half is None or not _kept(session, part.names(half)[0])
+        gate = part.gate if whole or _kept(session, part.names(part.gate)[-1]) else half
         assert gate is not None
         glu = len((half or part.gate).end.all_input_nodes) == 1
         written = {name: one.linear for name, one in gate.written.items()}
@@ -65,31 +64,27 @@ def sites_of(work: Work) -> list[GatedSite]:
     return found
 
 
-def _kept(work: Work, name: str) -> bool:
-    outcome = work.outcomes.get(name)
-    return outcome is not None and (outcome.rule, outcome.status) == (NAME, "kept")
+def _kept(session: Session, name: str) -> bool:
+    return session.kept(name, (NAME,)) is not None
 
 
-def gated_chains(
-    work: Work, candidates: Mapping[str, Candidate], taken: Iterable[str]
-) -> list[Fusion]:
-    """What may become one call of ``gated_mlp``; ``work.gates_left`` says why of the others.
+def find(session: Session) -> list[Fusion]:
+    """What may become one call of ``gated_mlp``."""
+    return session.once(match)[0]
 
-    Args:
-        work: the optimization under way.
-        candidates: what the rule of linear_act found, by name.
-        taken: the linears of other chains.
-    """
-    sites = {s.fqn: s for s in work.profile.sites}
-    backend, gone = work.config.backends.get(NAME), set(taken)
+
+def match(session: Session) -> tuple[list[Fusion], dict[str, str]]:
+    """The same, and why the other gated MLPs may not, by the first of their linears."""
+    candidates, sites = session.candidates, session.sites
+    backend, gone = session.backends.get(NAME), session.taken()
     found: list[Fusion] = []
-    left = work.gates_left
-    known = _modules(work), candidates, sites, work.arguments
+    left: dict[str, str] = {}
+    known = session.once(_modules), candidates, sites, session.arguments
     for chain in rule.chains(*known, backend=backend, left_alone=left):
         if not gone & set(chain.names):
             found.append(chain)
             gone.update(chain.names)
-    for part in parts(work):
+    for part in session.once(parts):
         if part.names(part.gate)[0] in gone:
             continue
         made: Fusion | str = "its linears are left alone themselves"
@@ -104,64 +99,54 @@ def gated_chains(
             found.append(made)
             gone.update(made.names)
             left.pop(made.names[0], None)
-    return found
+    return found, left
 
 
-def _modules(work: Work) -> list[GatedSite]:
-    if work.gated is None:
-        work.gated = rule.match(work.model)
-    found: list[GatedSite] = work.gated
-    return found
+def _modules(session: Session) -> list[GatedSite]:
+    return rule.match(session.model)
 
 
-def parts(work: Work) -> list[Part]:
-    """The gated MLPs that forwards compute beside other things; looked for once."""
-    if work.gates is None:
-        work.gates = _parts(work)
-    found: list[Part] = work.gates
-    return found
-
-
-def _parts(work: Work) -> list[Part]:
+def parts(session: Session) -> list[Part]:
+    """The gated MLPs that forwards compute beside other things."""
     callers: dict[str, None] = {}
-    for site in work.profile.sites:
+    for site in session.sites.values():
         if site.parent_fqn is None:
             continue
-        callers[caller(work, site.parent_fqn)] = None
+        callers[caller(session, site.parent_fqn)] = None
     found = []
     for fqn in callers:
-        parent = work.model.get_submodule(fqn)
-        if parent not in work.arguments or _is_sequential(work, fqn):
+        parent = session.model.get_submodule(fqn)
+        if parent not in session.arguments or _is_sequential(session, fqn):
             continue
-        offers = traced(work, fqn)
+        offers = session.offers(fqn)
         if isinstance(offers, Refusal):
-            seen = gates_seen(parent, work.arguments[parent])
+            seen = gates_seen(parent, session.arguments[parent])
         else:
             seen = offers.gates().found
-        found += [Part(fqn, parent, gate, offers) for gate in seen if _on(work, fqn, gate)]
+        found += [Part(fqn, parent, gate, offers) for gate in seen if _on(session, fqn, gate)]
     return found
 
 
-def caller(work: Work, fqn: str) -> str:
+def caller(session: Session, fqn: str) -> str:
     """The module of that name, or what holds it where that is a Sequential or a list."""
-    while fqn and (_is_sequential(work, fqn) or _is_list(work, fqn)):
+    while fqn and (_is_sequential(session, fqn) or _is_list(session, fqn)):
         fqn = fqn.rpartition(".")[0]
     return fqn
 
 
-def _is_list(work: Work, fqn: str) -> bool:
-    return isinstance(work.model.get_submodule(fqn), nn.ModuleList | nn.ModuleDict)
+def _is_list(session: Session, fqn: str) -> bool:
+    return isinstance(session.model.get_submodule(fqn), nn.ModuleList | nn.ModuleDict)
 
 
-def _on(work: Work, fqn: str, gate: Gate) -> bool:
+def _on(session: Session, fqn: str, gate: Gate) -> bool:
     """Whether it is a gated MLP of what these inputs give it."""
     first = f"{fqn}.{gate.gated.gate}" if fqn else gate.gated.gate
-    shapes = next((s.shapes for s in work.profile.sites if s.fqn == first), ())
+    shapes = next((s.shapes for s in session.sites.values() if s.fqn == first), ())
     return all(gate.holds_for(len(shape)) for shape in shapes)
 
 
-def _is_sequential(work: Work, fqn: str) -> bool:
-    return class_forward(work.model.get_submodule(fqn)) is nn.Sequential.forward
+def _is_sequential(session: Session, fqn: str) -> bool:
+    return class_forward(session.model.get_submodule(fqn)) is nn.Sequential.forward
 
 
 def _chain(

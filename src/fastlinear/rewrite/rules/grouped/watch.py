@@ -16,15 +16,15 @@ from torch.utils import _pytree as pytree
 from fastlinear.ops.common.tensor_kinds import is_odd
 from fastlinear.profile.observe import own_copy
 from fastlinear.profile.step import is_compiled
-from fastlinear.rewrite.evaluate.groups_products import Product, Products
 from fastlinear.rewrite.match.calls import Kind, SiteCalls
 from fastlinear.rewrite.rules.grouped.lists.find import lists_of
 from fastlinear.rewrite.rules.grouped.modules import recognise as modules
 from fastlinear.rewrite.rules.grouped.modules.recognise import Whole
 from fastlinear.rewrite.rules.grouped.parallel_mlps import find as parallel_mlps
+from fastlinear.rewrite.rules.grouped.products import Product, Products
 from fastlinear.rewrite.rules.grouped.rows import observed as rule
-from fastlinear.rewrite.rules.grouped.rows.observed import Row, Seen
-from fastlinear.rewrite.work import Work
+from fastlinear.rewrite.rules.grouped.rows.observed import LINEARS, Row, Seen
+from fastlinear.rewrite.session import Session
 
 
 @dataclass(frozen=True)
@@ -76,33 +76,44 @@ class _Given:
         return SiteCalls(tuple(kinds), self.autocast, self.grad)
 
 
-def watched(work: Work) -> Watched:
-    """What a run of the model shows; the first time it is asked for the model runs once more, and
-    is to be preserved by the caller."""
-    if work.groups is None:
-        linears, suspects = rule.plain_linears(work.model), modules.suspects(work.model)
-        cubes = any(p.dim() == 3 for p in work.model.parameters())
-        if len(linears) < 2 and not suspects and not cubes:
-            work.groups = Watched()
-        else:
-            work.groups = _watch(work, linears, suspects)
-    found: Watched = work.groups
-    return found
+def watched(session: Session) -> Watched:
+    """What a run of the model shows, which is to be preserved by the caller; to be looked at once,
+    by ``session.once``."""
+    linears, suspects = rule.plain_linears(session.model), modules.suspects(session.model)
+    cubes = any(p.dim() == 3 for p in session.model.parameters())
+    if len(linears) < 2 and not suspects and not cubes:
+        return Watched()
+    return _watch(session, linears, suspects)
 
 
-def _watch(work: Work, linears: dict[str, nn.Module], suspects: dict[str, nn.Module]) -> Watched:
+def parts(session: Session, fqn: str) -> int | None:
+    """How many parts a loop in a module's forward finds: those of its input that linears read, or
+    its parallel MLPs, or the linears of its longest list."""
+    loops = (row for row in session.once(watched).rows if row.kind == LINEARS and row.fqn == fqn)
+    found = next((len(row.members) for row in loops), None)
+    lists = session.once(listed).get(fqn, ())
+    return found or parallel_mlps.parts_of(session.model, fqn) or max(map(len, lists), default=None)
+
+
+def listed(session: Session) -> dict[str, list[tuple[str, ...]]]:
+    """The linears of lists, by the module whose forward calls them."""
+    return lists_of(session.model, session.sites.values())
+
+
+def _watch(
+    session: Session, linears: dict[str, nn.Module], suspects: dict[str, nn.Module]
+) -> Watched:
     """One run with hooks on the linears and the suspects."""
-    lists = lists_of(work.model, work.profile.sites)
-    listed = {n for names in lists.values() for some in names for n in some}
-    firsts: dict[str, list[Seen]] = {
-        name: [] for name in (*parallel_mlps.firsts(work.model), *sorted(listed)) if name in linears
-    }
+    lists = session.once(listed)
+    some = parallel_mlps.firsts(session.model)
+    some |= {n for names in lists.values() for group in names for n in group}
+    firsts: dict[str, list[Seen]] = {name: [] for name in sorted(some) if name in linears}
     opaque = any(
-        is_compiled(m) or isinstance(m, torch.jit.ScriptModule) for m in work.model.modules()
+        is_compiled(m) or isinstance(m, torch.jit.ScriptModule) for m in session.model.modules()
     )
-    products = Products(work.model)
+    products = Products(session.model)
     with nullcontext() if opaque else products:
-        calls, given = _run(work, linears, suspects, firsts, lists)
+        calls, given = _run(session, linears, suspects, firsts, lists)
     wholes = []
     for fqn, seen in given.items():
         if not (seen.plain and seen.kinds):
@@ -122,7 +133,7 @@ def _watch(work: Work, linears: dict[str, nn.Module], suspects: dict[str, nn.Mod
 
 
 def _run(
-    work: Work,
+    session: Session,
     linears: dict[str, nn.Module],
     suspects: dict[str, nn.Module],
     firsts: Container[str] = (),
@@ -132,7 +143,7 @@ def _run(
     given = {fqn: _Given() for fqn in suspects}
     open_: list[Tensor] = []  # keeps the last input's memory from new use
     kept: list[Tensor] = []  # and that of the parallel MLPs' inputs
-    parents = {site.fqn: site.parent_fqn for site in work.profile.sites}
+    parents = {site.fqn: site.parent_fqn for site in session.sites.values()}
     handed: dict[str, set[tuple[int, int]]] = {}  # memory that the lists' callers are given
 
     def caller(fqn: str, _: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -164,7 +175,7 @@ def _run(
             given[fqn].plain = False
 
     handles = [
-        work.model.get_submodule(fqn).register_forward_pre_hook(
+        session.model.get_submodule(fqn).register_forward_pre_hook(
             partial(caller, fqn), with_kwargs=True
         )
         for fqn in callers
@@ -175,7 +186,7 @@ def _run(
         for fqn, m in suspects.items()
     ]
     try:
-        work.step("in the run that shows what its layers are given")
+        session.step("in the run that shows what its layers are given")
     finally:
         for handle in handles:
             handle.remove()

@@ -14,10 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.function_mode import KnowingMode
+from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.wrappers import PLAIN
+from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.op import grouped_linear
-from fastlinear.rewrite.evaluate.groups_units import Unit, cost_of
+from fastlinear.ops.grouped_linear.selection import problem_of
+from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.in_code import in_code
+from fastlinear.rewrite.rules.grouped.advice import advised, cost_of, report
+from fastlinear.rewrite.session import Session
 
 WHY = "what its forward does with the result is not followed"
 _BMM = (torch.bmm, Tensor.bmm)
@@ -145,38 +150,46 @@ def _read(weight: Tensor, parameter: Tensor, equation: str | None) -> tuple[bool
     return None
 
 
-def of_product(model: nn.Module, product: Product) -> Unit:
+def of_product(session: Session, product: Product) -> Fusion | None:
     """What there is to measure of it."""
     p, x, turned = product.parameter, product.x, product.turned
+    if x.dtype not in DTYPE_NAMES:
+        return None
 
     def weight() -> Tensor:
         return p.transpose(1, 2) if turned else p
 
-    def before() -> list[Tensor]:
-        return [product.run(x)]
+    def before(x: Tensor) -> tuple[Tensor, ...]:
+        return (product.run(x),)
 
-    def after() -> list[Tensor]:
-        return [grouped_linear(x, weight(), product.bias, layout=product.layout)]
+    def after(x: Tensor) -> tuple[Tensor, ...]:
+        return (grouped_linear(x, weight(), product.bias, layout=product.layout),)
 
     groups, n, k = weight().shape
     tokens = x.numel() // (groups * k)
     module, _, _ = product.fqn.rpartition(".")
-    view = f"{in_code(model, product.fqn)}{'.transpose(1, 2)' if turned else ''}"
+    view = f"{in_code(session.model, product.fqn)}{'.transpose(1, 2)' if turned else ''}"
     held = "" if product.bias is None else f", bias of shape ({groups}, {n})"
-    leaves = [x, *([p] if p.requires_grad else [])]
-    return Unit(
-        before=before,
-        after=after,
-        leaves_before=leaves,
-        leaves_after=leaves,
-        cost=cost_of(tokens, x.numel(), groups * n * k, groups * n, x.element_size()),
-        calls=product.calls,
-        fqn=module,
+    told = report(
+        session,
         kind="product",
         title=f"{groups} groups of {k} to {n} features",
         words=f"{product.name} multiplies {groups} groups by {product.fqn!r} amid other work",
         advice=f"fl.grouped_linear(x, {view}{held}, layout={product.layout!r})",
-        dtype=x.dtype,
-        sites=(product.fqn,),
+        linears=(product.fqn,),
+        cost=cost_of(tokens, x.numel(), groups * n * k, groups * n, x.element_size()),
+    )
+    rows = layouts.blocks(x, product.layout, groups, k)
+    order = layouts.order_of(product.layout, x.shape)
+    return advised(
+        *(session, told),
+        fqn=module,
+        x=x,
+        calls=product.calls,
         input_grad=product.grad,
+        before=before,
+        after=after,
+        tensors=[p],
+        problem=problem_of(rows, weight(), product.bias, "none", order, session.train),
+        alike=(product.name, product.layout, turned),
     )

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fastlinear.core.cost import Cost, floor_us, measure_ceilings, roofline
 from fastlinear.core.precision import float32_precision
 from fastlinear.profile.records import Finding, LinearSite
 from fastlinear.profile.site_cost import ITEM_BYTES, linear_cost
+from fastlinear.rewrite.finding import Told
 from fastlinear.rewrite.rules.mlp.blocks import Stopped
-from fastlinear.rewrite.rules.mlp.find import RULE
+from fastlinear.rewrite.rules.mlp.find import match
 from fastlinear.rewrite.rules.mlp.stops import Stop
-from fastlinear.rewrite.work import Work
+from fastlinear.rewrite.session import Session
 
 CODE = "chain_stopped"
 
 
-def find(work: Work) -> None:
-    """Add a finding for every module in whose forward a chain of linears stops that would go
-    through several modules. Nothing is rewritten or measured here."""
-    if not work.allows(RULE) or not work.stopped:
-        return
-    found = [_finding(work, stopped) for stopped in work.stopped]
-    ranked = sorted((*work.profile.findings, *found), key=lambda f: -f.predicted_gain_us)
-    work.profile = replace(work.profile, findings=tuple(ranked))
+def findings(session: Session) -> list[Told]:
+    """One for every module in whose forward a chain of linears stops that would go through several
+    modules. Nothing is measured here."""
+    return [Told(_finding(session, stopped)) for stopped in session.once(match)[1]]
 
 
-def _finding(work: Work, stopped: Stopped) -> Finding:
+def _finding(session: Session, stopped: Stopped) -> Finding:
     ends = dict.fromkeys(n for s in stopped.stops for n in (s.before, s.after))
-    sites = [s for s in work.profile.sites if any(_in(s.fqn, end) for end in ends)]
+    sites = [s for s in session.sites.values() if any(_in(s.fqn, end) for end in ends)]
     names = {s.fqn for s in sites}
-    cuda = work.runner.device.type == "cuda"
-    records = [r for r in work.profile.records if r.fqn in names]
+    cuda = session.device.type == "cuda"
+    records = [r for r in session.records if r.fqn in names]
     measured = sum(r.device_us if cuda else r.cpu_us for r in records)
-    cost = _cost(sites, work.config.mode)
+    cost = _cost(sites, "train" if session.train else "inference")
     dtype = next((s.dtype for s in sites if s.dtype in ITEM_BYTES), "float32")
-    limits = measure_ceilings(str(work.runner.device), dtype, float32_precision())
+    limits = measure_ceilings(str(session.device), dtype, float32_precision())
     return Finding(
         code=CODE,
         fqn=stopped.fqn,

@@ -8,33 +8,32 @@ from collections.abc import Collection, Iterable
 
 from fastlinear.ops.gated_mlp.problem import NAME
 from fastlinear.profile.records import Finding
-from fastlinear.rewrite.evaluate.gates_match import caller
-from fastlinear.rewrite.evaluate.gates_values import Flow
-from fastlinear.rewrite.evaluate.parents import traced
 from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.work import Work
+from fastlinear.rewrite.rules.gated.find import caller
+from fastlinear.rewrite.rules.gated.values import Flow
+from fastlinear.rewrite.session import Session
 
 _OF_WEIGHT = ".parametrizations."
 
 
-def findings(work: Work, flows: Iterable[Flow], told: Collection[str]) -> list[Finding]:
+def findings(session: Session, flows: Iterable[Flow], told: Collection[str]) -> list[Finding]:
     """One for each gated MLP of a run that is told nowhere else, without numbers.
 
     Args:
-        work: the optimization under way.
+        session: the optimization under way.
         flows: what ran.
         told: names of the weights of those that are told.
     """
     unseen = Counter(flow for flow in flows if flow.gate not in told and flow.up not in told)
-    return [_finding(work, flow, calls) for flow, calls in unseen.items()]
+    return [_finding(session, flow, calls) for flow, calls in unseen.items()]
 
 
-def _finding(work: Work, flow: Flow, calls: int) -> Finding:
-    fqn, why, hidden = _why(work, flow)
+def _finding(session: Session, flow: Flow, calls: int) -> Finding:
+    fqn, why, hidden = _why(session, flow)
     name = "gated_linear" if flow.down is None else "gated_mlp"
     k, n = flow.sizes
-    advice = None if flow.mixed or hidden else f"fl.{name} on {', '.join(_weights(work, flow))}"
+    advice = None if flow.mixed or hidden else f"fl.{name} on {', '.join(_weights(session, flow))}"
     first = f"{k} → {flow.hidden} twice (gate, up)"
     if flow.up is None:
         first = f"{k} → 2·{flow.hidden} (gate and up stacked)"
@@ -56,12 +55,12 @@ def _finding(work: Work, flow: Flow, calls: int) -> Finding:
     )
 
 
-def _why(work: Work, flow: Flow) -> tuple[str, str, bool]:
+def _why(session: Session, flow: Flow) -> tuple[str, str, bool]:
     """The module whose forward computes it, as far as that is known; why it is left alone, and
     whether that is what no result shows: one call would not do the same."""
     if flow.mixed:
-        return *_why_mixed(work, flow), False
-    called = [site for site in work.profile.sites if site.calls]
+        return *_why_mixed(session, flow), False
+    called = [site for site in session.sites.values() if site.calls]
     sites = {f"{site.fqn}.weight" if site.fqn else "weight": site for site in called}
     sites |= {site.fqn: site for site in called if site.module_class == "Parameter"}
     raw = [name for name in flow.names if name not in sites]
@@ -70,21 +69,20 @@ def _why(work: Work, flow: Flow) -> tuple[str, str, bool]:
         why = f"no linear of {names} is seen in a run, nor in a trace"
         return raw[0].rpartition(".")[0], why, False
     layers = [sites[name] for name in flow.names]
-    fqn = caller(work, layers[0].parent_fqn or "")
-    offers = traced(work, fqn)
+    fqn = caller(session, layers[0].parent_fqn or "")
+    offers = session.offers(fqn)
     if isinstance(offers, Refusal):
         return fqn, offers.reason.rstrip("."), offers.code == "gradients"
-    able = {candidate.fqn for candidate in work.every}
     for layer in layers:
-        outcome = work.outcomes.get(layer.fqn)
-        if outcome is not None and layer.fqn not in able:
+        outcome = session.outcomes.get(layer.fqn)
+        if outcome is not None and layer.fqn not in session.candidates:
             reason = outcome.reason.rstrip(".")
             return fqn, f"its linear {layer.fqn!r} is left alone itself: {reason}", False
     why = "the trace of that forward does not show it: a view or a size between its products"
     return fqn, why, False
 
 
-def _why_mixed(work: Work, flow: Flow) -> tuple[str, str]:
+def _why_mixed(session: Session, flow: Flow) -> tuple[str, str]:
     """The same where a projection is more than a product with one weight."""
     wrapped, parametrized = [], []
     for names in flow.mixed:
@@ -93,7 +91,7 @@ def _why_mixed(work: Work, flow: Flow) -> tuple[str, str]:
             parametrized += [repr(layer) for layer in sorted(layers)]
         else:
             holder = _holder(name.rpartition(".")[0] for name in names)
-            kind = type(work.model.get_submodule(holder)).__qualname__
+            kind = type(session.model.get_submodule(holder)).__qualname__
             wrapped.append(f"{repr(holder) if holder else 'the model'} ({kind})")
     told = []
     if wrapped:
@@ -103,7 +101,7 @@ def _why_mixed(work: Work, flow: Flow) -> tuple[str, str]:
         told.append(f"{text}{', …' if len(wrapped) > 1 else ''}); merged, they are one linear's")
     if parametrized:
         told.append(f"{', '.join(parametrized)}: parametrized, its weight is computed at each call")
-    return caller(work, _holder(name.rpartition(".")[0] for name in flow.names)), "; ".join(told)
+    return caller(session, _holder(name.rpartition(".")[0] for name in flow.names)), "; ".join(told)
 
 
 def _holder(names: Iterable[str]) -> str:
@@ -113,12 +111,12 @@ def _holder(names: Iterable[str]) -> str:
     return ".".join(steps[0] for steps in shared)
 
 
-def _weights(work: Work, flow: Flow) -> list[str]:
+def _weights(session: Session, flow: Flow) -> list[str]:
     """Its weights as code, each as (N, K)."""
-    known = dict(work.model.named_parameters())
+    known = dict(session.model.named_parameters())
     k, _ = flow.sizes
     inputs = {flow.gate: k, flow.up: k, flow.down: flow.hidden}
     return [
-        in_code(work.model, name) + ("" if known[name].shape[1] == inputs[name] else ".t()")
+        in_code(session.model, name) + ("" if known[name].shape[1] == inputs[name] else ".t()")
         for name in flow.names
     ]

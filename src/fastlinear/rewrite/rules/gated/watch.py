@@ -21,7 +21,7 @@ from fastlinear.core.function_mode import KnowingMode
 from fastlinear.profile import equations
 from fastlinear.profile.positional import positional
 from fastlinear.profile.recognise import recognise
-from fastlinear.rewrite.evaluate.gates_values import Flow, Known, Value
+from fastlinear.rewrite.rules.gated.values import Flow, Known, Value
 
 _T: Any = Tensor  # with what annotations hide
 _PRODUCTS = {torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.multiply, Tensor.multiply_}

@@ -2,53 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fastlinear.core.cost import Cost, floor_us, measure_ceilings, roofline
 from fastlinear.core.precision import float32_precision
-from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.profile.records import Finding
 from fastlinear.profile.site_cost import ITEM_BYTES, linear_cost
-from fastlinear.rewrite.evaluate.parents import traced
+from fastlinear.rewrite.finding import Told
 from fastlinear.rewrite.in_code import in_code_together
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.rules.experts import find as rule
-from fastlinear.rewrite.rules.experts.find import Experts
-from fastlinear.rewrite.work import Work
+from fastlinear.rewrite.rules.experts.lists import Experts, match
+from fastlinear.rewrite.session import Session
 
 CODE = "ragged_linear"
 
 
-def find(work: Work) -> None:
-    """Add a finding for every list of equal experts that ran on different numbers of rows in a
-    forward that cannot be traced. Nothing is rewritten or measured here."""
-    if not work.allows(NAME):
-        return
+def findings(session: Session) -> list[Told]:
+    """One for every list of equal experts that ran on different numbers of rows in a forward that
+    cannot be traced. Nothing is measured here."""
     found = []
-    for one in rule.match(work.model, work.profile.sites):
-        if work.model.get_submodule(one.fqn) not in work.arguments:
+    for one in match(session.model, session.sites.values()):
+        if session.model.get_submodule(one.fqn) not in session.arguments:
             continue
-        offers = traced(work, one.fqn)
+        offers = session.offers(one.fqn)
         if isinstance(offers, Refusal):
-            found.append(_finding(work, one, offers.reason.rstrip(".")))
-    ranked = sorted((*work.profile.findings, *found), key=lambda f: -f.predicted_gain_us)
-    work.profile = replace(work.profile, findings=tuple(ranked))
+            found.append(Told(_finding(session, one, offers.reason.rstrip("."))))
+    return found
 
 
-def _finding(work: Work, one: Experts, why: str) -> Finding:
-    inside = {n for name in one.names for n in (name, *_below(work, name))}
-    cuda = work.runner.device.type == "cuda"
-    records = [r for r in work.profile.records if r.fqn in inside]
+def _finding(session: Session, one: Experts, why: str) -> Finding:
+    inside = {n for name in one.names for n in (name, *_below(session, name))}
+    cuda = session.device.type == "cuda"
+    records = [r for r in session.records if r.fqn in inside]
     measured = sum(r.device_us if cuda else r.cpu_us for r in records)
+    mode = "train" if session.train else "inference"
     cost, dtype = Cost(0.0, 0.0), "float32"
-    for site in work.profile.sites:
+    for site in session.sites.values():
         if site.fqn in one.linears and site.calls and site.rows and site.dtype in ITEM_BYTES:
-            cost, dtype = cost + linear_cost(site, work.config.mode), site.dtype
-    limits = measure_ceilings(str(work.runner.device), dtype, float32_precision())
+            cost, dtype = cost + linear_cost(site, mode), site.dtype
+    limits = measure_ceilings(str(session.device), dtype, float32_precision())
     called = sorted(rows for rows in one.rows if rows)
     layers = len(one.layers)
     what = "linears" if one.layers[0] == one.names else f"experts of {layers} linears"
-    advice = _advice(work, one)
+    advice = _advice(session, one)
     return Finding(
         code=CODE,
         fqn=one.fqn,
@@ -75,14 +69,14 @@ def _finding(work: Work, one: Experts, why: str) -> Finding:
     )
 
 
-def _below(work: Work, fqn: str) -> list[str]:
-    return [f"{fqn}.{n}" for n, _ in work.model.get_submodule(fqn).named_modules() if n]
+def _below(session: Session, fqn: str) -> list[str]:
+    return [f"{fqn}.{n}" for n, _ in session.model.get_submodule(fqn).named_modules() if n]
 
 
-def _advice(work: Work, one: Experts) -> str:
+def _advice(session: Session, one: Experts) -> str:
     """One call of ``ragged_linear``, of the first layer."""
-    held = in_code_together(work.model, one.layers[0])
-    first = work.model.get_submodule(one.layers[0][0])
+    held = in_code_together(session.model, one.layers[0])
+    first = session.model.get_submodule(one.layers[0][0])
     bias = "" if first.bias is None else f", torch.stack([m.bias for m in {held}])"
     return (
         f"fl.ragged_linear(x, torch.stack([m.weight for m in {held}]), group_sizes{bias}), "
