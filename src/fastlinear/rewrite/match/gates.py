@@ -13,19 +13,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.fx
 import torch.nn.functional as F
 from torch import nn
 from torch.fx import Node
 
 from fastlinear.nn.recognised import Gated
 from fastlinear.profile import equations
-from fastlinear.profile.effects import class_forward
-from fastlinear.profile.recognise import recognise_module
 from fastlinear.rewrite.match import halves, on_parameters
 from fastlinear.rewrite.match.eligible import refuse_module
+from fastlinear.rewrite.match.links import Links
+from fastlinear.rewrite.match.order import may_write
 from fastlinear.rewrite.match.projections import Projection, dropped_at, layer_of, written_on
-from fastlinear.rewrite.match.rows import may_write
+from fastlinear.rewrite.match.sites import activation_of_module
 from fastlinear.rewrite.match.written import Written, written
 
 _PRODUCTS = {operator.mul, operator.imul, torch.mul, torch.multiply}
@@ -105,25 +104,16 @@ class Gates:
     """The gated MLPs of a traced forward.
 
     Args:
-        parent: the module traced.
-        graph: its forward, children as leaves.
-        activation: (user, value) → the activation that a function applies to the value alone.
-        written: the linears that it writes on parameters, by the names of their weights.
+        links: its linears.
     """
 
-    def __init__(
-        self,
-        parent: nn.Module,
-        graph: torch.fx.Graph,
-        activation: Callable[[Node, Node], str | None],
-        written: Mapping[str, on_parameters.Written],
-    ) -> None:
-        self.parent, self.order = parent, list(graph.nodes)
-        self._function = activation
+    def __init__(self, links: Links) -> None:
+        self.parent, self.order = links.parent, list(links.graph.nodes)
+        self._function = links.activation
         self._modules: dict[str, str | None] = {}
-        layers = (layer_of(parent, n, self._of_module) for n in self.order)
+        layers = (layer_of(self.parent, n, self._of_module) for n in self.order)
         self._linears = {layer.node: layer for layer in layers if layer is not None}
-        self._linears |= written_on(parent, written)
+        self._linears |= written_on(self.parent, links.written)
         self._firsts = {linear.first: linear for linear in self._linears.values()}
         self.found = _largest([gate for n in self.order if (gate := self._gate(n)) is not None])
 
@@ -383,15 +373,6 @@ def _dropping(gated: Gated, gate: _Half, up: _Half) -> tuple[Gated, str | None]:
         return gated, None
     why = f"in training a dropout of {rate:g} is active between its products"
     return replace(gated, dropout=rate), why
-
-
-def activation_of_module(module: nn.Module) -> str | None:
-    """The activation that a module of a class of torch or transformers computes, or None."""
-    home = getattr(class_forward(module), "__module__", "")
-    if not home.startswith(("torch.nn.", "transformers.activations")):
-        return None
-    found = recognise_module(module) if refuse_module(module) is None else None
-    return None if found is None else found.name
 
 
 def _largest(gates: list[Gate]) -> list[Gate]:

@@ -6,20 +6,20 @@ Each is a parallel MLP of one layer: what is said there of the order of things h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-import torch.fx
 from torch import nn
 from torch.fx import Node
 
+from fastlinear.rewrite.match.links import Links
+from fastlinear.rewrite.match.order import behind
 from fastlinear.rewrite.match.parallel_mlps import (
     Abreast,
     ParallelMLP,
     ParallelMLPs,
     parallel_mlp_of,
 )
-from fastlinear.rewrite.match.rows import behind
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -28,27 +28,19 @@ LISTS = (nn.ModuleList, nn.ModuleDict)
 class Lists(ParallelMLPs):
     """The linears of lists that may be computed together.
 
-    Args:
-        parent: the module traced.
-        graph: its forward, children as leaves.
-        pairs: a linear's name → the node that is an activation of its output, the only reader, and
-            the activation's name.
-        others: parallel MLPs that are computed together in the same forward.
+    Those that are computed with parallel MLPs of the same forward are left out.
     """
 
-    def __init__(
-        self,
-        parent: nn.Module,
-        graph: torch.fx.Graph,
-        pairs: Mapping[str, tuple[Node, str]],
-        others: Sequence[Abreast] = (),
-    ) -> None:
-        self.parent, self.order = parent, list(graph.nodes)
-        self.left, self.found, self._pairs = {}, list(others), pairs
+    def __init__(self, links: Links) -> None:
+        self.parent, self.order, self.left = links.parent, list(links.graph.nodes), {}
+        others = links.once(ParallelMLPs).found
+        self.found = list(others)
+        # activations that are functions: the node, the only reader, and its name
+        self._pairs = {n: p for n, p in links.pairs.items() if p[0].op != "call_module"}
         self._called = self._calls()
         homes: dict[str, dict[Node, ParallelMLP]] = {}
         for name, node in self._called.items():
-            mlp = parallel_mlp_of(name, parent.get_submodule(name), {})
+            mlp = parallel_mlp_of(name, self.parent.get_submodule(name), {})
             assert isinstance(mlp, ParallelMLP)
             homes.setdefault(name.rpartition(".")[0], {})[node] = mlp
         self._before = {n: behind([n]) for n in self._called.values()}

@@ -8,18 +8,18 @@ between them may write, draw numbers or be a layer itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.fx
 from torch import nn
 from torch.fx import Node
 
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.recognise import recognise_module
 from fastlinear.rewrite.match.eligible import refuse_module
-from fastlinear.rewrite.match.rows import behind, draws, may_write, written
+from fastlinear.rewrite.match.links import Links
+from fastlinear.rewrite.match.order import behind, draws, may_write, ordered, written
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
 
 _MOVED = ("activation", "normalization", "flatten")  # modules of torch.nn that hold no such state
@@ -151,22 +151,21 @@ class ParallelMLPs:
     """The parallel MLPs of a traced forward that may be computed together.
 
     Args:
-        parent: the module traced.
-        graph: its forward, children as leaves.
+        links: its linears.
 
     Attributes:
         found: what may be one call a layer.
         left: name of a parallel MLP → why it is not part of any of them, though others are like it.
     """
 
-    def __init__(self, parent: nn.Module, graph: torch.fx.Graph) -> None:
-        self.parent, self.order = parent, list(graph.nodes)
+    def __init__(self, links: Links) -> None:
+        self.parent, self.order = links.parent, list(links.graph.nodes)
         self.left: dict[str, str] = {}
         self.found: list[Abreast] = []
         self._called = self._calls()
         known: dict[Any, str | None] = {}
         made = {
-            n: parallel_mlp_of(name, parent.get_submodule(name), known)
+            n: parallel_mlp_of(name, self.parent.get_submodule(name), known)
             for name, n in self._called.items()
         }
         others = {n: behind([n]) for n, why in made.items() if isinstance(why, str)}
@@ -276,33 +275,3 @@ def _sorted(parallel_mlps: Mapping[Node, ParallelMLP], key: Any) -> list[dict[No
     for node, mlp in parallel_mlps.items():
         found.setdefault(key(mlp), {})[node] = mlp
     return list(found.values())
-
-
-def ordered(nodes: Sequence[Node], groups: Iterable[Sequence[Node]]) -> list[Node] | None:
-    """The nodes with those of each group one after another where the first is, all they read
-    before that; None where two groups wait for each other."""
-    group_of = {node: group for group in groups for node in group}
-    done: dict[Node, None] = {}
-    under_way: set[Node] = set()
-
-    def emit(node: Node) -> bool:
-        """Depth first, without recursion: forwards may be long."""
-        waiting = [(node, False)]
-        while waiting:
-            here, ready = waiting.pop()
-            members = group_of.get(here, (here,))
-            if here in done:
-                continue
-            if ready:
-                done.update(dict.fromkeys(members))
-                under_way.difference_update(members)
-                continue
-            if under_way.issuperset(members):
-                return False
-            under_way.update(members)
-            waiting.append((here, True))
-            given = dict.fromkeys(v for member in members for v in member.all_input_nodes)
-            waiting += [(v, False) for v in reversed(given) if v not in done]
-        return True
-
-    return list(done) if all(emit(node) for node in nodes) else None

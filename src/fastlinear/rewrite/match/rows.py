@@ -6,39 +6,31 @@ they read.
 
 from __future__ import annotations
 
-import inspect
 import operator
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.fx.node import Node
+from torch.fx import Node
 
-from fastlinear.profile.graph import IN_PLACE
+from fastlinear.rewrite.match.eligible import linear_kind
+from fastlinear.rewrite.match.links import Links
+from fastlinear.rewrite.match.order import written
 from fastlinear.rewrite.swap.parts import exactly
 
-_WRITING = IN_PLACE | {operator.setitem, operator.delitem}
 
-
-def rows_of(
-    parent: nn.Module, nodes: Iterable[Node], linears: Mapping[str, Node], allowed: Container[str]
-) -> list[tuple[str, ...]]:
-    """Names of the ``allowed`` linears that read one value, two or more, in the order of calls.
-
-    Args:
-        parent: the module traced.
-        nodes: its graph.
-        linears: the linears that are called once, by name, each with one argument.
-        allowed: names of those that may take part.
-    """
+def rows_of(links: Links, allowed: Container[str]) -> list[tuple[str, ...]]:
+    """The ``allowed`` linears that read one value, two or more, in the order of calls."""
     found: dict[tuple[Any, bool], list[str]] = {}
-    for name, node in linears.items():
-        if name in allowed:
-            bias = parent.get_submodule(name).bias is not None
-            found.setdefault((node.args[0], bias), []).append(name)
-    order = list(nodes)
+    parent, linears = links.parent, {}
+    for name, node in links.layers.items():
+        layer = parent.get_submodule(name)
+        if linear_kind(layer) == "linear":
+            linears[name] = node
+            if name in allowed:
+                found.setdefault((node.args[0], layer.bias is not None), []).append(name)
+    order = list(links.graph.nodes)
     return [
         tuple(names)
         for names in found.values()
@@ -59,10 +51,9 @@ class Loop:
     given: tuple[Node, Node]
 
 
-def loops_of(
-    parent: nn.Module, nodes: Iterable[Node], linears: Mapping[str, Node], allowed: Container[str]
-) -> list[Loop]:
-    """The ``allowed`` linears that read the parts of one value; arguments as for ``rows_of``."""
+def loops_of(links: Links, allowed: Container[str]) -> list[Loop]:
+    """The ``allowed`` linears that read the parts of one value, by part."""
+    parent, linears = links.parent, links.layers
     found: dict[Node, dict[int, str]] = {}
     for name, node in linears.items():
         part = node.args[0]
@@ -71,7 +62,7 @@ def loops_of(
         source, index = part.args
         if isinstance(source, Node) and isinstance(index, int) and _parted(source) is not None:
             found.setdefault(source, {})[index] = name
-    order, loops = list(nodes), []
+    order, loops = list(links.graph.nodes), []
     for source, by_index in found.items():
         count = len(by_index)
         if count < 2 or sorted(by_index) != list(range(count)):
@@ -84,29 +75,9 @@ def loops_of(
     return loops
 
 
-def may_run_twice(parent: nn.Module, before: list[Node]) -> bool:
-    """Whether what runs before a loop may, as it does where the parts turn out to be of another
-    number and the class's own forward begins anew: nothing there writes, draws or is hooked."""
-    for node in before:
-        if may_write(parent, node) or draws(node):
-            return False
-        if node.op == "call_module":
-            module = parent.get_submodule(str(node.target))
-            own = type(module).__module__.rpartition(".")[2]
-            hooked = module._forward_hooks or module._forward_pre_hooks
-            stateless = own in ("linear", "activation", "normalization", "flatten")
-            if not stateless or hooked or isinstance(module, nn.RReLU):
-                return False
-    return True
-
-
-def draws(node: Node) -> bool:
-    """Whether a step of a traced forward draws random numbers, by its name."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    drawn = ("dropout", "rand", "bernoulli", "multinomial", "normal", "rrelu", "gumbel", "uniform")
-    if node.op not in ("call_function", "call_method"):
-        return False
-    return any(word in name for word in drawn)
+def loop_of(links: Links, names: tuple[str, ...]) -> Loop | None:
+    """The loop of these linears; None where they read one value."""
+    return next((loop for loop in loops_of(links, names) if loop.names == names), None)
 
 
 def _parted(source: Node) -> Node | None:
@@ -117,59 +88,3 @@ def _parted(source: Node) -> Node | None:
     known |= source.op == "call_method" and source.target in ("chunk", "split")
     whole = source.args[0] if source.args else None
     return whole if known and isinstance(whole, Node) else None
-
-
-def written(
-    parent: nn.Module, order: list[Node], linears: Mapping[str, Node], names: list[str]
-) -> bool:
-    """Whether something between the first and the last may write to what they read."""
-    start, stop = order.index(linears[names[0]]), order.index(linears[names[-1]])
-    # linears' outputs but those they read, and what is made of nothing but those
-    fresh = set(linears.values()) - behind(linears[name] for name in names)
-    for node in order[start + 1 : stop]:
-        if node in fresh:
-            continue
-        if node.all_input_nodes and fresh.issuperset(node.all_input_nodes):
-            fresh.add(node)
-        elif may_write(parent, node):
-            return True
-    return False
-
-
-def behind(nodes: Iterable[Node]) -> set[Node]:
-    """What these nodes' inputs are made of, the inputs included."""
-    found: set[Node] = set()
-    left = [value for node in nodes for value in node.all_input_nodes]
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left += node.all_input_nodes
-    return found
-
-
-def may_write(parent: nn.Module, node: Node) -> bool:
-    """Whether a step of a traced forward may write to what it reads."""
-    target: Any = node.target
-    if node.op == "call_method":
-        return str(target).endswith("_")
-    if node.op == "call_module":
-        module = parent.get_submodule(str(target))
-        known = type(module).__module__.startswith("torch.nn.")
-        return not known or bool(getattr(module, "inplace", False))
-    if node.op != "call_function":
-        return False
-    if target in _WRITING or str(getattr(target, "__name__", "_")).endswith("_"):
-        return True
-    return node.kwargs.get("out") is not None or _inplace(target, node)
-
-
-def _inplace(target: Any, node: Node) -> bool:
-    """Whether a function is asked to work in place."""
-    if not inspect.isfunction(target):
-        return bool(node.kwargs.get("inplace", False))
-    try:
-        given = inspect.signature(target).bind(*node.args, **node.kwargs).arguments
-    except (TypeError, ValueError):
-        return True
-    return bool(given.get("inplace", False))

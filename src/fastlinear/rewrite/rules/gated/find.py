@@ -10,14 +10,16 @@ from torch import nn
 
 from fastlinear.ops.gated_mlp.problem import NAME
 from fastlinear.profile.effects import class_forward
+from fastlinear.profile.graph import Observed, Untraceable, trace
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion, InForward
-from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.gates import Gate
-from fastlinear.rewrite.match.parent import Fusable, gates_seen
+from fastlinear.rewrite.match.gates import Gate, Gates
+from fastlinear.rewrite.match.links import Links
+from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.rules.gated import modules as rule
+from fastlinear.rewrite.rules.gated.edit import gate as gate_edit
 from fastlinear.rewrite.rules.gated.fuse import fused_gate
 from fastlinear.rewrite.rules.gated.modules import GatedSite
 from fastlinear.rewrite.session import Session
@@ -120,9 +122,9 @@ def parts(session: Session) -> list[Part]:
             continue
         offers = session.offers(fqn)
         if isinstance(offers, Refusal):
-            seen = gates_seen(parent, session.arguments[parent])
+            seen = _gates_seen(parent, session.arguments[parent])
         else:
-            seen = offers.gates().found
+            seen = offers.links.once(Gates).found
         found += [Part(fqn, parent, gate, offers) for gate in seen if _on(session, fqn, gate)]
     return found
 
@@ -178,7 +180,7 @@ def _chain(
         return f"an activation follows its linear {names[-1]!r}"  # that pair is one call already
     if not (one_pass(members) and all_different(members)):
         return "one of its linears is there twice, or is called by others as well"
-    call = InForward(part.fusable, edits.gate(gate, backend))
+    call = InForward(part.fusable, gate_edit(gate, backend))
     given = part.fqn, part.parent, members, gate.gated, call
     return fused_gate(*given, backend=backend, opened=gate.opened)
 
@@ -196,3 +198,12 @@ def _tied(members: tuple[Candidate, ...]) -> tuple[str, str] | None:
 def _calls(parent: str, caller: str | None, name: str) -> bool:
     """Whether a linear is called by the parent, or by a Sequential in it that holds the linear."""
     return caller in (parent, name.rpartition(".")[0])
+
+
+def _gates_seen(parent: nn.Module, observed: Observed) -> list[Gate]:
+    """The gated MLPs in a forward that must not be rewritten; none where it cannot be traced."""
+    try:
+        graph = trace(parent, observed, runnable=True)
+    except Untraceable:
+        return []
+    return Links(parent, graph, {}).once(Gates).found

@@ -27,7 +27,7 @@ from fastlinear.rewrite.match.alone import (
 )
 from fastlinear.rewrite.match.composed import returned
 from fastlinear.rewrite.match.eligible import refuse_linear
-from fastlinear.rewrite.match.gates import Gate
+from fastlinear.rewrite.match.gates import Gate, Gates
 from fastlinear.rewrite.match.halves import is_size
 from fastlinear.rewrite.match.links import Links
 from fastlinear.rewrite.match.projections import dropped_at
@@ -91,7 +91,7 @@ def _whole(alone: nn.Module, graph: Graph) -> Gate | None:
             break
         behind.add(end)
         end = end.all_input_nodes[0]
-    for largest in Links(alone, graph, {}).gates().found:
+    for largest in Links(alone, graph, {}).once(Gates).found:
         for gate in (largest, largest.half):
             if gate is None or gate.end is not end or gate.given.op != "placeholder":
                 continue

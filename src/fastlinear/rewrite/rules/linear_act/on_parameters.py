@@ -24,9 +24,8 @@ from fastlinear.rewrite.match.eligible import (
     refuse_parameters,
     refuse_rewritten,
 )
-from fastlinear.rewrite.match.gates import activation_of_module
 from fastlinear.rewrite.match.parent import Fusable, fusable
-from fastlinear.rewrite.match.sites import FilterFn, activations_of, inside
+from fastlinear.rewrite.match.sites import FilterFn, activation_of_module, activations_of, inside
 from fastlinear.rewrite.swap.functional_linear import AsLayer
 
 _INSTEAD = "As an nn.Linear, or in fl.linear_act, fl.mlp or fl.nn.MLP, it would be one."

@@ -19,10 +19,9 @@ from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.composed import returned
 from fastlinear.rewrite.match.eligible import Refusal, linear_kind, refuse_module
-from fastlinear.rewrite.match.gates import activation_of_module
 from fastlinear.rewrite.match.links import Run
 from fastlinear.rewrite.match.parent import Fusable, is_sequential
-from fastlinear.rewrite.match.sites import activations_of, inside
+from fastlinear.rewrite.match.sites import activation_of_module, activations_of, inside
 from fastlinear.rewrite.rules.mlp.fuse import in_forward
 from fastlinear.rewrite.rules.mlp.stops import Stop, stops_of
 from fastlinear.rewrite.session import Session

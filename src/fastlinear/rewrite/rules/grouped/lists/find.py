@@ -16,7 +16,7 @@ from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.lists import LISTS
+from fastlinear.rewrite.match.lists import LISTS, Lists
 from fastlinear.rewrite.match.parallel_mlps import Abreast, ParallelMLP, parallel_mlp_of
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
@@ -75,7 +75,7 @@ def standing_lists(
     if isinstance(traced, Refusal):
         why = traced.reason.rstrip(".")
         return [_left(fqn, model, names, why, unsure=True) for names in lists]
-    seen = traced.lists()
+    seen = traced.links.once(Lists)
     for group in seen.found:
         made = _chain(fqn, model.get_submodule(fqn), group, traced, candidates, sites)
         names = tuple(_full(fqn, n) for n in group.names)

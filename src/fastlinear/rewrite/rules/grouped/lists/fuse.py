@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.rewrite.fusion import Fusion, InForward
-from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.parallel_mlps import Abreast
 from fastlinear.rewrite.match.parent import Fusable
+from fastlinear.rewrite.rules.grouped.parallel_mlps.edit import parallel_mlps
 from fastlinear.rewrite.rules.grouped.parallel_mlps.fuse import ParallelMLPs, alone, exact_of
 from fastlinear.rewrite.swap.parallel_mlps_forward import Way
 
@@ -57,7 +57,7 @@ def fused_list(
         layers=made.layers,
         after=made.after,
         exact=made.exact,
-        forward=InForward(fusable, edits.parallel_mlps(group, way)),
+        forward=InForward(fusable, parallel_mlps(group, way)),
         activation=None if fused == "none" else fused,
         alike=(sizes, way, group.shared, shapes, reads, made.activations),
         reads=reads,

@@ -21,6 +21,7 @@ from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.parallel_mlps import (
     Abreast,
     ParallelMLP,
+    ParallelMLPs,
     is_parallel_mlp,
     parallel_mlp_of,
 )
@@ -130,7 +131,7 @@ def standing(
         why = traced.reason.rstrip(".")
         alike = _alike(model, fqn, names)
         return [Standing(fqn, tuple(t), _in(fqn, t), why, unsure=True) for t in alike]
-    parallel_mlps = traced.parallel_mlps()
+    parallel_mlps = traced.links.once(ParallelMLPs)
     found = []
     for group in parallel_mlps.found:
         parent, names = model.get_submodule(fqn), _in(fqn, group.parallel_mlps)

@@ -16,11 +16,11 @@ from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.ops.grouped_linear.selection import problem_of
 from fastlinear.ops.linear_act import reference
 from fastlinear.rewrite.fusion import Fusion, InForward, InSequential
-from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate, weights_and_biases
 from fastlinear.rewrite.match.parallel_mlps import Abreast
 from fastlinear.rewrite.match.parent import Fusable
+from fastlinear.rewrite.rules.grouped.parallel_mlps.edit import parallel_mlps
 from fastlinear.rewrite.swap.grouped_forward import stacked
 from fastlinear.rewrite.swap.parallel_mlps_forward import LISTS, Layers, Way, abreast
 from fastlinear.rewrite.swap.sequential_forward import sequential_forward
@@ -65,7 +65,7 @@ def fused_parallel_mlps(
         original=made.original,
         after=made.after,
         exact=made.exact,
-        forward=InForward(fusable, edits.parallel_mlps(group, way)),
+        forward=InForward(fusable, parallel_mlps(group, way)),
         backend=backend,
         alike=(tuple(mlp.sizes for mlp in group.parallel_mlps), way, group.shared),
         what=f"its {len(group.parallel_mlps)} towers of {len(way.activations)} linears, each layer",

@@ -19,7 +19,6 @@ from fastlinear.ops.grouped_linear.selection import problem_of as grouped_proble
 from fastlinear.ops.linear_act.op import problem_of
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion, InForward
-from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import (
     Candidate,
@@ -29,9 +28,12 @@ from fastlinear.rewrite.match.candidate import (
 )
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.parent import Fusable
+from fastlinear.rewrite.match.rows import loops_of
+from fastlinear.rewrite.match.rows import rows_of as rows_in
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.grouped.lists.fuse import PARTS, SHARED, UNEQUAL
 from fastlinear.rewrite.rules.grouped.parallel_mlps.fuse import exact_of
+from fastlinear.rewrite.rules.grouped.rows.edit import row as row_edit
 from fastlinear.rewrite.rules.grouped.rows.observed import Row
 from fastlinear.rewrite.swap.grouped_forward import LINEARS, stacked
 from fastlinear.rewrite.swap.parts import side_by_side
@@ -69,13 +71,15 @@ def rows_of(
     }
     found = []
     loop = row.kind == LINEARS
-    for names in traced.loops(allowed) if loop else traced.rows(allowed):
+    links = traced.links
+    parts = [one.names for one in loops_of(links, allowed)] if loop else rows_in(links, allowed)
+    for names in parts:
         members = tuple(allowed[name] for name in names)
         if loop and (len(names) < len(row.members) or members[0].calls.autocast is not None):
             return "one of its linears is left alone, or autocast casts each of them"
         if one_pass(members) and all_different(members):
             made = _Loop(members) if loop else _Row(members)
-            found.append(_fusion(row.fqn, parent, made, InForward(traced, edits.row(names))))
+            found.append(_fusion(row.fqn, parent, made, InForward(traced, row_edit(names))))
     return found or "its code reads their input in more than one way, or writes to it between them"
 
 
