@@ -278,7 +278,7 @@ def optimized(model: nn.Module, x: Any, mode: str = "inference", **how: Any) -> 
 
 def calls_of_gated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The functions that rewritten modules call from here on."""
-    from fastlinear.rewrite.swap import gated_forward
+    from fastlinear.rewrite.rules.gated import forward as gated_forward
 
     seen: list[str] = []
     real = gated_forward.call
@@ -496,7 +496,7 @@ def test_a_slower_call_is_not_kept(clock: Any) -> None:
 
 def test_a_wrong_call_is_not_kept(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The verification that the tests above rely on fails where the numbers are wrong."""
-    from fastlinear.rewrite.swap import gated_forward
+    from fastlinear.rewrite.rules.gated import forward as gated_forward
 
     clock(FAST)
     for name in ("call", "gated_mlp"):  # the second where a mode of torch's functions is on

@@ -23,8 +23,7 @@ from fastlinear.rewrite.match.links import Edit, Links, Run
 from fastlinear.rewrite.match.on_parameters import written_in
 from fastlinear.rewrite.match.order import may_run_twice
 from fastlinear.rewrite.swap.forwards import Forward
-from fastlinear.rewrite.swap.guard import guarded
-from fastlinear.rewrite.swap.parts import exactly
+from fastlinear.rewrite.swap.guard import exactly, guarded
 from fastlinear.rewrite.swap.traceable import why_not, why_not_arguments
 
 

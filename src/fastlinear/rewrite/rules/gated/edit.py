@@ -8,9 +8,9 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fastlinear.rewrite.match.eligible import linear_kind
-from fastlinear.rewrite.match.gates import Gate, Gates
 from fastlinear.rewrite.match.links import Edit, Links, Replacement
-from fastlinear.rewrite.swap.gated_forward import call_gate, call_gate_of, call_gate_on
+from fastlinear.rewrite.rules.gated.forward import call_gate, call_gate_of, call_gate_on
+from fastlinear.rewrite.rules.gated.gates import Gate, Gates
 
 
 def gate(found: Gate, backend: str | None) -> Edit:

@@ -15,12 +15,12 @@ from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion, InForward
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.gates import Gate, Gates
 from fastlinear.rewrite.match.links import Links
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.rules.gated import modules as rule
 from fastlinear.rewrite.rules.gated.edit import gate as gate_edit
 from fastlinear.rewrite.rules.gated.fuse import fused_gate
+from fastlinear.rewrite.rules.gated.gates import Gate, Gates
 from fastlinear.rewrite.rules.gated.modules import GatedSite
 from fastlinear.rewrite.session import Session
 

@@ -17,7 +17,7 @@ from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
 from fastlinear.rewrite.fusion import Fusion, InForward, WholeForward
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.written import Written
-from fastlinear.rewrite.swap.gated_forward import call_gated
+from fastlinear.rewrite.rules.gated.forward import call_gated
 
 
 def fused_gate(

@@ -27,10 +27,10 @@ from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.match.candidate import Candidate, all_different, named, one_pass
 from fastlinear.rewrite.match.eligible import refuse_linear, refuse_module
 from fastlinear.rewrite.match.written import Written
+from fastlinear.rewrite.rules.gated.forward import call_gated, gated_forward
 from fastlinear.rewrite.rules.gated.fuse import fused_gate
 from fastlinear.rewrite.rules.gated.recognise import recognise
 from fastlinear.rewrite.swap.functional_linear import AsLayer, FunctionalLinear
-from fastlinear.rewrite.swap.gated_forward import call_gated, gated_forward
 
 DROPS = "in training it drops what the gate lets through"
 

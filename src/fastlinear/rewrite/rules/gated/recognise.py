@@ -27,10 +27,10 @@ from fastlinear.rewrite.match.alone import (
 )
 from fastlinear.rewrite.match.composed import returned
 from fastlinear.rewrite.match.eligible import refuse_linear
-from fastlinear.rewrite.match.gates import Gate, Gates
 from fastlinear.rewrite.match.halves import is_size
 from fastlinear.rewrite.match.links import Links
 from fastlinear.rewrite.match.projections import dropped_at
+from fastlinear.rewrite.rules.gated.gates import Gate, Gates
 
 _ANOTHER = "it computes something else, or more than that"
 

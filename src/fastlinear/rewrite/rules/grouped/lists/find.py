@@ -16,12 +16,16 @@ from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.lists import LISTS, Lists
-from fastlinear.rewrite.match.parallel_mlps import Abreast, ParallelMLP, parallel_mlp_of
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.grouped.lists.fuse import OWN_INPUTS, PARTS, SHARED, fused_list
+from fastlinear.rewrite.rules.grouped.lists.traced import LISTS, Lists
 from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing
+from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import (
+    Abreast,
+    ParallelMLP,
+    parallel_mlp_of,
+)
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.swap.parallel_mlps_forward import LISTS as BY_LISTS
 from fastlinear.rewrite.swap.parallel_mlps_forward import Way

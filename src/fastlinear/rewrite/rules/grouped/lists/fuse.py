@@ -13,10 +13,10 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.rewrite.fusion import Fusion, InForward
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.parallel_mlps import Abreast
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.rules.grouped.parallel_mlps.edit import parallel_mlps
 from fastlinear.rewrite.rules.grouped.parallel_mlps.fuse import ParallelMLPs, alone, exact_of
+from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import Abreast
 from fastlinear.rewrite.swap.parallel_mlps_forward import Way
 
 UNEQUAL = "unequal_linear"

@@ -8,8 +8,8 @@ from functools import partial
 from torch.fx import Graph, Node
 
 from fastlinear.rewrite.match.links import Edit, Links, Replacement
-from fastlinear.rewrite.match.parallel_mlps import Abreast, ParallelMLPs
-from fastlinear.rewrite.swap.list_forward import call_list
+from fastlinear.rewrite.rules.grouped.lists.forward import call_list
+from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import Abreast, ParallelMLPs
 from fastlinear.rewrite.swap.parallel_mlps_forward import Way, call_parallel_mlps
 
 

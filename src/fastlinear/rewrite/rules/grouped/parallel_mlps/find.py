@@ -18,16 +18,16 @@ from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.parallel_mlps import (
+from fastlinear.rewrite.match.parent import Fusable
+from fastlinear.rewrite.match.sites import inside
+from fastlinear.rewrite.rules.grouped.parallel_mlps.fuse import fused_parallel_mlps
+from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import (
     Abreast,
     ParallelMLP,
     ParallelMLPs,
     is_parallel_mlp,
     parallel_mlp_of,
 )
-from fastlinear.rewrite.match.parent import Fusable
-from fastlinear.rewrite.match.sites import inside
-from fastlinear.rewrite.rules.grouped.parallel_mlps.fuse import fused_parallel_mlps
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.swap.parallel_mlps_forward import LISTS, STACKED, Way
 

@@ -12,9 +12,9 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.in_code import in_code
-from fastlinear.rewrite.match.parallel_mlps import ParallelMLP
 from fastlinear.rewrite.rules.grouped.advice import advised, first_problem, report, strided
 from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing
+from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import ParallelMLP
 from fastlinear.rewrite.rules.grouped.rows.observed import Seen
 from fastlinear.rewrite.session import Session
 from fastlinear.rewrite.swap.grouped_forward import parameters_of

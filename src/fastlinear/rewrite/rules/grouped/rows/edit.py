@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch.fx import Graph, Node
 
 from fastlinear.rewrite.match.links import Edit, Links, Replacement
-from fastlinear.rewrite.match.rows import loop_of
-from fastlinear.rewrite.swap.parts import call_parts
-from fastlinear.rewrite.swap.row_forward import call_row
+from fastlinear.rewrite.rules.grouped.rows.forward import call_row
+from fastlinear.rewrite.rules.grouped.rows.loop_forward import call_parts
+from fastlinear.rewrite.rules.grouped.rows.traced import loop_of
 
 
 def row(names: tuple[str, ...]) -> Edit:

@@ -17,7 +17,7 @@ from torch.fx import Node
 from fastlinear.rewrite.match.eligible import linear_kind
 from fastlinear.rewrite.match.links import Links
 from fastlinear.rewrite.match.order import written
-from fastlinear.rewrite.swap.parts import exactly
+from fastlinear.rewrite.swap.guard import exactly
 
 
 def rows_of(links: Links, allowed: Container[str]) -> list[tuple[str, ...]]:

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from fastlinear.rewrite.match.links import Links
 from fastlinear.rewrite.match.order import behind
-from fastlinear.rewrite.match.parallel_mlps import (
+from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import (
     Abreast,
     ParallelMLP,
     ParallelMLPs,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlinear.rewrite.rules.grouped.rows.forward import recorded
 from fastlinear.rewrite.swap.forwards import overridden
 from fastlinear.rewrite.swap.grouped_forward import (
     call_plain,
@@ -19,16 +20,6 @@ from fastlinear.rewrite.swap.grouped_forward import (
     parameters_of,
     stacked,
 )
-from fastlinear.rewrite.swap.guard import Unlike
-from fastlinear.rewrite.swap.row_forward import recorded
-
-
-def exactly(parts: Any, count: int) -> tuple[Any, ...]:
-    """The parts of a tensor, or of a sequence, of which there are ``count``; raises Unlike where
-    there are more or fewer."""
-    if not isinstance(parts, Tensor | list | tuple) or len(parts) != count:
-        raise Unlike
-    return tuple(parts)
 
 
 def call_parts(
