@@ -18,6 +18,7 @@ from fastlinear.ops.common.calls import PLAIN
 from fastlinear.ops.grouped_linear.op import grouped_linear
 from fastlinear.ops.unequal_linear import unequal_linear
 from fastlinear.rewrite.swap.forwards import overridden
+from fastlinear.rewrite.swap.layered import LAYERED, Layered
 from fastlinear.rewrite.swap.grouped_forward import layers_of, parameters_of, stacked
 
 LISTS, STACKED = "lists", "stacked"
@@ -135,6 +136,11 @@ def layered(
         found[-1] = apart(h)  # each writable by itself, as that of a parallel MLP of its own is
     found[-1] = _recorded(found[-1], xs, weights, biases)
     return found
+
+
+LAYERED[abreast] = Layered(
+    lambda *_, way: way.activations, lambda *given, way: layered(*given, way)
+)
 
 
 def _recorded(
