@@ -21,14 +21,14 @@ from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.grouped.lists.fuse import OWN_INPUTS, PARTS, SHARED, fused_list
 from fastlinear.rewrite.rules.grouped.lists.traced import LISTS, Lists
 from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing
+from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import LISTS as BY_LISTS
+from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import Way
 from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import (
     Abreast,
     ParallelMLP,
     parallel_mlp_of,
 )
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
-from fastlinear.rewrite.swap.parallel_mlps_forward import LISTS as BY_LISTS
-from fastlinear.rewrite.swap.parallel_mlps_forward import Way
 
 
 def lists_of(model: nn.Module, sites: Iterable[LinearSite]) -> dict[str, list[tuple[str, ...]]]:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fastlinear.core.errors import InputError
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import PLAIN
+from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import LISTS, Way, abreast
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS, is_hooked, overridden
-from fastlinear.rewrite.swap.parallel_mlps_forward import LISTS, Way, abreast
 
 
 def call_list(

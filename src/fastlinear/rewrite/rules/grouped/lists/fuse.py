@@ -15,9 +15,9 @@ from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.rules.grouped.parallel_mlps.edit import parallel_mlps
+from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import Way
 from fastlinear.rewrite.rules.grouped.parallel_mlps.fuse import ParallelMLPs, alone, exact_of
 from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import Abreast
-from fastlinear.rewrite.swap.parallel_mlps_forward import Way
 
 UNEQUAL = "unequal_linear"
 SHARED, PARTS, OWN_INPUTS = "one input", "parts of one tensor", "inputs of their own"

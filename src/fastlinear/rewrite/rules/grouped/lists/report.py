@@ -14,11 +14,11 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.in_code import in_code_together
 from fastlinear.rewrite.rules.grouped.advice import LIST, advised, first_problem, report, strided
+from fastlinear.rewrite.rules.grouped.modules.forward import parameters_of
 from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing
+from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import LISTS, Way, abreast, fit
 from fastlinear.rewrite.rules.grouped.rows.observed import Seen
 from fastlinear.rewrite.session import Session
-from fastlinear.rewrite.swap.grouped_forward import parameters_of
-from fastlinear.rewrite.swap.parallel_mlps_forward import LISTS, Way, abreast, fit
 
 
 def of_list(session: Session, one: Standing, firsts: Mapping[str, Sequence[Seen]]) -> Fusion | None:

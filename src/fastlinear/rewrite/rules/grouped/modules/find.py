@@ -14,9 +14,9 @@ from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import OWN, Candidate, all_different, one_pass
+from fastlinear.rewrite.rules.grouped.modules.forward import CONVOLUTION, LINEARS
 from fastlinear.rewrite.rules.grouped.modules.fuse import fused_group
 from fastlinear.rewrite.rules.grouped.modules.recognise import Whole
-from fastlinear.rewrite.swap.grouped_forward import CONVOLUTION, LINEARS
 from fastlinear.rewrite.swap.modules import is_rewritten
 from fastlinear.rewrite.swap.traceable import is_straight, unseen_by_trying, why_not
 

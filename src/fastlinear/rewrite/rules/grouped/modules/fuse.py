@@ -17,7 +17,7 @@ from fastlinear.profile.graph import Observed
 from fastlinear.rewrite.fusion import Fusion, WholeForward
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate, named
-from fastlinear.rewrite.swap.grouped_forward import (
+from fastlinear.rewrite.rules.grouped.modules.forward import (
     CHANNELS_LAST,
     LINEARS,
     Grouped,

@@ -18,8 +18,7 @@ from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.layout import LAYOUTS, features_of
 from fastlinear.rewrite.match.eligible import refuse_module
-from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
-from fastlinear.rewrite.swap.grouped_forward import (
+from fastlinear.rewrite.rules.grouped.modules.forward import (
     CHANNELS_FIRST,
     CONVOLUTION,
     CONVOLUTIONS,
@@ -28,6 +27,7 @@ from fastlinear.rewrite.swap.grouped_forward import (
     Grouped,
     layers_of,
 )
+from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
 
 _MOST_PROBED = 1 << 22  # numbers of a probe's input or weight
 _TOLERANCE = 1e-9

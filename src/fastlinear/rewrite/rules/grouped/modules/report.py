@@ -11,10 +11,10 @@ from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.in_code import in_code, in_code_together
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.rules.grouped.advice import cost_of, report
+from fastlinear.rewrite.rules.grouped.modules.forward import CONVOLUTION, LINEARS
 from fastlinear.rewrite.rules.grouped.modules.fuse import fused_group
 from fastlinear.rewrite.rules.grouped.modules.recognise import Whole
 from fastlinear.rewrite.session import Session
-from fastlinear.rewrite.swap.grouped_forward import CONVOLUTION, LINEARS
 
 
 def of_module(

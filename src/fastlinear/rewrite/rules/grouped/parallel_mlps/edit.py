@@ -9,8 +9,8 @@ from torch.fx import Graph, Node
 
 from fastlinear.rewrite.match.links import Edit, Links, Replacement
 from fastlinear.rewrite.rules.grouped.lists.forward import call_list
+from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import Way, call_parallel_mlps
 from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import Abreast, ParallelMLPs
-from fastlinear.rewrite.swap.parallel_mlps_forward import Way, call_parallel_mlps
 
 
 def parallel_mlps(group: Abreast, way: Way) -> Edit:

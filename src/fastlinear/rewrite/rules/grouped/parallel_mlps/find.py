@@ -20,6 +20,7 @@ from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pas
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
+from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import LISTS, STACKED, Way
 from fastlinear.rewrite.rules.grouped.parallel_mlps.fuse import fused_parallel_mlps
 from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import (
     Abreast,
@@ -29,7 +30,6 @@ from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import (
     parallel_mlp_of,
 )
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
-from fastlinear.rewrite.swap.parallel_mlps_forward import LISTS, STACKED, Way
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 

@@ -19,10 +19,10 @@ from fastlinear.rewrite.fusion import Fusion, InForward, InSequential
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate, weights_and_biases
 from fastlinear.rewrite.match.parent import Fusable
+from fastlinear.rewrite.rules.grouped.modules.forward import stacked
 from fastlinear.rewrite.rules.grouped.parallel_mlps.edit import parallel_mlps
+from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import LISTS, Layers, Way, abreast
 from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import Abreast
-from fastlinear.rewrite.swap.grouped_forward import stacked
-from fastlinear.rewrite.swap.parallel_mlps_forward import LISTS, Layers, Way, abreast
 from fastlinear.rewrite.swap.sequential_forward import sequential_forward
 
 

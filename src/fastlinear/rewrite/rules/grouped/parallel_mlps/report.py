@@ -13,12 +13,12 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.rules.grouped.advice import advised, first_problem, report, strided
+from fastlinear.rewrite.rules.grouped.modules.forward import parameters_of
 from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing
+from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import Way, abreast, fit
 from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import ParallelMLP
 from fastlinear.rewrite.rules.grouped.rows.observed import Seen
 from fastlinear.rewrite.session import Session
-from fastlinear.rewrite.swap.grouped_forward import parameters_of
-from fastlinear.rewrite.swap.parallel_mlps_forward import Way, abreast, fit
 
 
 def of_parallel_mlps(

@@ -30,6 +30,7 @@ from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.grouped.lists.fuse import PARTS, SHARED, UNEQUAL
+from fastlinear.rewrite.rules.grouped.modules.forward import LINEARS, stacked
 from fastlinear.rewrite.rules.grouped.parallel_mlps.fuse import exact_of
 from fastlinear.rewrite.rules.grouped.rows.edit import row as row_edit
 from fastlinear.rewrite.rules.grouped.rows.forward import behind_one_another, together
@@ -37,7 +38,6 @@ from fastlinear.rewrite.rules.grouped.rows.loop_forward import side_by_side
 from fastlinear.rewrite.rules.grouped.rows.observed import Row
 from fastlinear.rewrite.rules.grouped.rows.traced import loops_of
 from fastlinear.rewrite.rules.grouped.rows.traced import rows_of as rows_in
-from fastlinear.rewrite.swap.grouped_forward import LINEARS, stacked
 
 _LAYOUT = "g ... k"
 FunctionalLinear = tuple[list[Tensor], list[Tensor | None]]

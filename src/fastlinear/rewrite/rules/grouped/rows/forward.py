@@ -15,8 +15,8 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fastlinear.ops.common.calls import PLAIN
 from fastlinear.ops.linear_act import linear_act
+from fastlinear.rewrite.rules.grouped.modules.forward import layers_of, parameters_of
 from fastlinear.rewrite.swap.forwards import overridden
-from fastlinear.rewrite.swap.grouped_forward import layers_of, parameters_of
 
 
 def call_row(parent: nn.Module, names: Sequence[str], x: Tensor) -> tuple[Tensor, ...]:

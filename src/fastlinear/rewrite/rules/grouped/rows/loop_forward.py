@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastlinear.rewrite.rules.grouped.rows.forward import recorded
-from fastlinear.rewrite.swap.forwards import overridden
-from fastlinear.rewrite.swap.grouped_forward import (
+from fastlinear.rewrite.rules.grouped.modules.forward import (
     call_plain,
     layers_of,
     parameters_of,
     stacked,
 )
+from fastlinear.rewrite.rules.grouped.rows.forward import recorded
+from fastlinear.rewrite.swap.forwards import overridden
 
 
 def call_parts(

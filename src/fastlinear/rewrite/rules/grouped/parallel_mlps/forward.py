@@ -17,9 +17,9 @@ from fastlinear.ops.common.activations import widened
 from fastlinear.ops.common.calls import PLAIN
 from fastlinear.ops.grouped_linear.op import grouped_linear
 from fastlinear.ops.unequal_linear import unequal_linear
+from fastlinear.rewrite.rules.grouped.modules.forward import layers_of, parameters_of, stacked
 from fastlinear.rewrite.swap.forwards import overridden
 from fastlinear.rewrite.swap.layered import LAYERED, Layered
-from fastlinear.rewrite.swap.grouped_forward import layers_of, parameters_of, stacked
 
 LISTS, STACKED = "lists", "stacked"
 _LAYOUT = "g ... k"
@@ -139,7 +139,8 @@ def layered(
 
 
 LAYERED[abreast] = Layered(
-    lambda *_, way: way.activations, lambda *given, way: layered(*given, way)
+    activations=lambda *_, way: way.activations,
+    results=lambda xs, weights, biases, way: layered(xs, weights, biases, way),
 )
 
 
