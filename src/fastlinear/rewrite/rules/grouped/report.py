@@ -11,12 +11,11 @@ from fastlinear.rewrite.finding import Told, not_measured, part_of, within
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.rules.grouped.advice import LIST
 from fastlinear.rewrite.rules.grouped.find import match
-from fastlinear.rewrite.rules.grouped.lists.report import of_list
 from fastlinear.rewrite.rules.grouped.modules.report import of_module
 from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing
-from fastlinear.rewrite.rules.grouped.parallel_mlps.report import of_parallel_mlps
 from fastlinear.rewrite.rules.grouped.products import WHY, of_product
 from fastlinear.rewrite.rules.grouped.rows.report import of_row
+from fastlinear.rewrite.rules.grouped.side_by_side import of_standing
 from fastlinear.rewrite.rules.grouped.watch import watched
 from fastlinear.rewrite.session import Session
 
@@ -41,12 +40,12 @@ def _fusions(session: Session) -> Iterator[Fusion | None]:
     for whole, calls in seen.wholes:
         yield of_module(session, whole, calls, made.get(whole.members or (whole.fqn,)))
     for one in matched.parallel_mlps:
-        yield of_parallel_mlps(session, one, seen.firsts)
+        yield of_standing(session, one, seen.firsts, listed=False)
     known = [set(row.members) for row in seen.rows]
     known += [set(whole.members) for whole, _ in seen.wholes]
     for one in matched.lists:
         if set(one.linears) not in known:
-            yield of_list(session, one, seen.firsts)
+            yield of_standing(session, one, seen.firsts, listed=True)
     for product in seen.products:
         session.left_alone[product.fqn] = WHY
         yield of_product(session, product)
