@@ -140,7 +140,7 @@ def _rewrite(work: Work, c: Candidate) -> Rewrite:
         route=c.route,
         activation_fqn=c.activation_fqn,
         parent_fqn=c.parent_fqn,
-        backend=c.backend if c.chain is None else c.chain.backend,
+        backend=c.backend if c.chain is None else c.chain.dispatch.backend,
         problem=c.problem.to_json(),
         backends=work.outcomes[c.fqn].backends,
     )

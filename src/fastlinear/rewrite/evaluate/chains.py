@@ -32,7 +32,7 @@ def choose_chains(
     """
     chains = match(work, candidates)
     for family, forced in work.config.backends.items():
-        own = [chain for chain in chains if (chain.rule, chain.backend) == (family, forced)]
+        own = [c for c in chains if (c.rule, c.dispatch.backend) == (family, forced)]
         unable = [why for chain in own if (why := _cannot_serve(chain)) is not None]
         if own and len(unable) == len(own):
             fail_forced(family, forced, unable[0])
@@ -163,15 +163,15 @@ def backends_of(chain: Fusion) -> list[dict[str, str]]:
 
     Raises UnsupportedError when the forced backend cannot serve one.
     """
-    if chain.served is not None:
-        return [chain.served] * len(chain.problems)
-    return [measure.backends_of(p, chain.backend) for p in chain.problems]
+    if chain.dispatch.served is not None:
+        return [chain.dispatch.served] * len(chain.problems)
+    return [measure.backends_of(p, chain.dispatch.backend) for p in chain.problems]
 
 
 def _cannot_serve(chain: Fusion) -> str | None:
     try:
         for problem in chain.asked:
-            measure.backends_of(problem, chain.backend)
+            measure.backends_of(problem, chain.dispatch.backend)
     except UnsupportedError as error:
         return error.received
     return None
@@ -206,7 +206,7 @@ def _measure(
                 )
         chosen = backends_of(chain)
         own_path = all(set(b.values()) == {BASELINE} for b in chosen)
-        if own_path and not chain.eager_may_gain:
+        if own_path and not chain.dispatch.eager_may_gain:
             code, why = "not_faster", "PyTorch's own path is the choice for it"
             if doubt := work.doubt(q for p in chain.asked for q in measure.deciding(p)):
                 code, why = UNDECIDED, f"{why}; its measurement is in doubt: {doubt}"

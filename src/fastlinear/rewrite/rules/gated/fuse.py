@@ -14,7 +14,7 @@ from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.problem import NAME
 from fastlinear.ops.gated_mlp.selection import problem_of
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
-from fastlinear.rewrite.fusion import Fusion, InForward, WholeForward
+from fastlinear.rewrite.fusion import Dispatch, Fusion, InForward, WholeForward
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.written import Written
 from fastlinear.rewrite.rules.gated.forward import call_gated
@@ -105,8 +105,8 @@ def fused_gate(
         after=lambda x: call_gated(x, *held(), gated, backend),
         exact=exact,
         forward=forward,
-        backend=backend,
-        eager_may_gain=opened is not None,  # PyTorch's own path is one operation
+        # PyTorch's own path is one operation
+        dispatch=Dispatch(backend=backend, eager_may_gain=opened is not None),
         alike=() if opened is None else opened.alike,
         what=f"its gated MLP of {len(members)} linears{how}",
         title=title,

@@ -12,7 +12,7 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.problem import NAME
 from fastlinear.ops.mlp.selection import problem_of
-from fastlinear.rewrite.fusion import Fusion, InForward, InSequential
+from fastlinear.rewrite.fusion import Dispatch, Fusion, InForward, InSequential
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.candidate import Candidate, named, weights_and_biases
 from fastlinear.rewrite.match.links import Run
@@ -90,7 +90,7 @@ def in_forward(
                 i = end - 1
                 y = shorter.after(x)
                 assert isinstance(y, Tensor)
-                x, done, name = y, shorter.final_activation, activations[i]
+                x, done, name = y, shorter.problems[0].option("final"), activations[i]
             elif found is not None:
                 x, done = found.after(x), found.activation
             elif member.activation == name:
@@ -102,12 +102,12 @@ def in_forward(
             i += 1
         return x
 
-    how = InForward(fusable, edits.chain(run, backend), run.linears)
+    how = InForward(fusable, edits.chain(run, backend), run.linears, blocks)
     what = f"its chain of {len(members)} linears"
     if blocks:
         what = f"{what} in {len(blocks)} blocks"
     given = fqn, parent, members, run, backend, layers
-    return _fusion(*given, forward=how, blocks=blocks, what=what)
+    return _fusion(*given, forward=how, what=what)
 
 
 def _fusion(
@@ -148,8 +148,6 @@ def _fusion(
         layers=layers,
         after=lambda x: forwards.call_mlp(x, *weights_and_biases(members), *names, backend),
         exact=exact,
-        final_activation=run.final_activation,
-        backend=backend,
-        eager_may_gain=False,
+        dispatch=Dispatch(backend=backend, eager_may_gain=False),
         **known,
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.rewrite.fusion import Fusion, InForward
+from fastlinear.rewrite.fusion import Dispatch, Fusion, InForward
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.parent import Fusable
@@ -52,8 +52,7 @@ def fused_list(
         members=members,
         calls=made.calls(),
         problems=members[0].problems,
-        decided=(),
-        served={"forward": "together"},
+        dispatch=Dispatch(served={"forward": "together"}),
         layers=made.layers,
         after=made.after,
         exact=made.exact,

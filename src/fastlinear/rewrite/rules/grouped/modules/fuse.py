@@ -14,7 +14,7 @@ from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.ops.grouped_linear.selection import problem_of
 from fastlinear.profile.graph import Observed
-from fastlinear.rewrite.fusion import Fusion, WholeForward
+from fastlinear.rewrite.fusion import Dispatch, Fusion, WholeForward
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate, named
 from fastlinear.rewrite.rules.grouped.modules.forward import (
@@ -115,8 +115,7 @@ def fused_group(
         after=lambda x: call_grouped(x, *held(), grouped, backend),
         exact=exact,
         forward=WholeForward(lambda: grouped_forward(module, grouped, observed, backend)),
-        route="chain" if loop else "own",
-        backend=backend,
+        dispatch=Dispatch(backend=backend),
         alike=(type(module), grouped.kind, grouped.layout, grouped.turned),
         what=f"its {grouped.groups} {'linears' if loop else 'groups'}",
         title=named(fqn),

@@ -15,7 +15,7 @@ from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.ops.grouped_linear.selection import problem_of
 from fastlinear.ops.linear_act import reference
-from fastlinear.rewrite.fusion import Fusion, InForward, InSequential
+from fastlinear.rewrite.fusion import Dispatch, Fusion, InForward, InSequential
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate, weights_and_biases
 from fastlinear.rewrite.match.parent import Fusable
@@ -59,14 +59,16 @@ def fused_parallel_mlps(
         calls=calls,
         # of lists those of the first linear: one backend of unequal_linear serves them
         problems=members[0].problems if lists else tuple(found[0] for found in problems),
-        decided=tuple(dict.fromkeys(p for found in problems for p in found)),
-        served={"forward": "together"} if lists else None,
+        dispatch=Dispatch(
+            backend=backend,
+            served={"forward": "together"} if lists else None,
+            decided=tuple(dict.fromkeys(p for found in problems for p in found)),
+        ),
         layers=made.layers,
         original=made.original,
         after=made.after,
         exact=made.exact,
         forward=InForward(fusable, parallel_mlps(group, way)),
-        backend=backend,
         alike=(tuple(mlp.sizes for mlp in group.parallel_mlps), way, group.shared),
         what=f"its {len(group.parallel_mlps)} towers of {len(way.activations)} linears, each layer",
     )
@@ -164,7 +166,7 @@ class ParallelMLPs:
             if chain is None or chain.module is not mlp:
                 continue
             if isinstance(chain.forward, InSequential):
-                segments = [(chain.forward.segment, chain.backend)]
+                segments = [(chain.forward.segment, chain.dispatch.backend)]
                 y: Tensor = sequential_forward(segments, mlp)(mlp, x)
                 return y
         for member, name in zip(members, self.way.activations, strict=True):
