@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from fastlinear.core.cost import Cost, floor_us, measure_ceilings, roofline
-from fastlinear.core.precision import float32_precision
 from fastlinear.profile.records import Finding
-from fastlinear.profile.site_cost import ITEM_BYTES, linear_cost
 from fastlinear.rewrite.finding import Told
 from fastlinear.rewrite.in_code import in_code_together
 from fastlinear.rewrite.match.eligible import Refusal
+from fastlinear.rewrite.profiled import profiled
 from fastlinear.rewrite.rules.experts.lists import Experts, match
 from fastlinear.rewrite.session import Session
-
-CODE = "ragged_linear"
 
 
 def findings(session: Session) -> list[Told]:
@@ -29,36 +25,27 @@ def findings(session: Session) -> list[Told]:
 
 
 def _finding(session: Session, one: Experts, why: str) -> Finding:
-    inside = {n for name in one.names for n in (name, *_below(session, name))}
-    cuda = session.device.type == "cuda"
-    records = [r for r in session.records if r.fqn in inside]
-    measured = sum(r.device_us if cuda else r.cpu_us for r in records)
-    mode = "train" if session.train else "inference"
-    cost, dtype = Cost(0.0, 0.0), "float32"
-    for site in session.sites.values():
-        if site.fqn in one.linears and site.calls and site.rows and site.dtype in ITEM_BYTES:
-            cost, dtype = cost + linear_cost(site, mode), site.dtype
-    limits = measure_ceilings(str(session.device), dtype, float32_precision())
     called = sorted(rows for rows in one.rows if rows)
     layers = len(one.layers)
     what = "linears" if one.layers[0] == one.names else f"experts of {layers} linears"
     advice = _advice(session, one)
-    return Finding(
-        code=CODE,
-        fqn=one.fqn,
-        title=f"{len(one.names)} equal {what} on rows of their own",
-        message=(
+
+    def message(measured_us: float) -> str:
+        return (
             f"{len(called)} of {len(one.names)} equal {what} ran one after another, on "
-            f"{called[0]} to {called[-1]} rows each: {measured:.1f} us. Which rows go where is "
+            f"{called[0]} to {called[-1]} rows each: {measured_us:.1f} us. Which rows go where is "
             f"decided in a run, so optimize_ rewrites nothing: {why}. Sort the rows by expert and "
             f"make one call a layer: {advice}. Not measured."
-        ),
-        measured_us=measured,
-        floor_us=floor_us(cost, limits),
-        predicted_gain_us=0.0,
-        flops=cost.flops,
-        bytes=cost.bytes,
-        bound=roofline(cost, limits, measured or 1.0).bound,
+        )
+
+    return profiled(
+        session,
+        code="ragged_linear",
+        fqn=one.fqn,
+        title=f"{len(one.names)} equal {what} on rows of their own",
+        message=message,
+        modules={n for name in one.names for n in (name, *_below(session, name))},
+        linears=one.linears,
         details={
             "kind": "experts",
             "experts": list(one.names),

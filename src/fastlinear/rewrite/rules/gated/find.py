@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import nn
 from fastlinear.ops.gated_mlp.problem import NAME
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.graph import Observed, Untraceable, trace
-from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion, InForward
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.eligible import Refusal
@@ -77,12 +75,10 @@ def find(session: Session) -> list[Fusion]:
 
 def match(session: Session) -> tuple[list[Fusion], dict[str, str]]:
     """The same, and why the other gated MLPs may not, by the first of their linears."""
-    candidates, sites = session.candidates, session.sites
-    backend, gone = session.backends.get(NAME), session.taken()
+    gone = session.taken()
     found: list[Fusion] = []
     left: dict[str, str] = {}
-    known = session.once(_modules), candidates, sites, session.arguments
-    for chain in rule.chains(*known, backend=backend, left_alone=left):
+    for chain in rule.chains(session, session.once(_modules), left):
         if not gone & set(chain.names):
             found.append(chain)
             gone.update(chain.names)
@@ -92,7 +88,7 @@ def match(session: Session) -> tuple[list[Fusion], dict[str, str]]:
         made: Fusion | str = "its linears are left alone themselves"
         for gate in (part.gate, part.gate.half):
             if gate is not None:
-                made = _chain(part, gate, candidates, sites, gone, backend)
+                made = _chain(session, part, gate, gone)
             if not isinstance(made, str):
                 break
         if isinstance(made, str):
@@ -151,14 +147,7 @@ def _is_sequential(session: Session, fqn: str) -> bool:
     return class_forward(session.model.get_submodule(fqn)) is nn.Sequential.forward
 
 
-def _chain(
-    part: Part,
-    gate: Gate,
-    candidates: Mapping[str, Candidate],
-    sites: Mapping[str, LinearSite],
-    gone: set[str],
-    backend: str | None,
-) -> Fusion | str:
+def _chain(session: Session, part: Part, gate: Gate, gone: set[str]) -> Fusion | str:
     """One call for it, or why it is left alone."""
     if isinstance(part.fusable, Refusal):
         return part.fusable.reason.rstrip(".")
@@ -168,11 +157,11 @@ def _chain(
     for name in names:
         if name in gone:
             return f"another rewrite has its linear {name!r}"
-        if name not in candidates:
+        if name not in session.candidates:
             return f"its linear {name!r} is left alone itself"
-        if not _calls(part.fqn, sites[name].parent_fqn, name):
+        if not _calls(part.fqn, session.sites[name].parent_fqn, name):
             return f"its linear {name!r} is called by another module as well"
-    members = tuple(candidates[name] for name in names)
+    members = tuple(session.candidates[name] for name in names)
     tied = _tied(members)
     if tied is not None:
         return f"its linears {tied[0]!r} and {tied[1]!r} have one weight"
@@ -180,6 +169,7 @@ def _chain(
         return f"an activation follows its linear {names[-1]!r}"  # that pair is one call already
     if not (one_pass(members) and all_different(members)):
         return "one of its linears is there twice, or is called by others as well"
+    backend = session.backends.get(NAME)
     call = InForward(part.fusable, gate_edit(gate, backend))
     given = part.fqn, part.parent, members, gate.gated, call
     return fused_gate(*given, backend=backend, opened=gate.opened)

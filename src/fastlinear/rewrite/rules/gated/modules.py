@@ -18,18 +18,19 @@ from torch import Tensor, nn
 
 from fastlinear.nn.recognised import Gated
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.gated_mlp.problem import NAME
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, hidden, out_features, split_pre
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.graph import TENSOR, Observed
-from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion, WholeForward
 from fastlinear.rewrite.in_code import in_code
-from fastlinear.rewrite.match.candidate import Candidate, all_different, named, one_pass
+from fastlinear.rewrite.match.candidate import all_different, named, one_pass
 from fastlinear.rewrite.match.eligible import refuse_linear, refuse_module
 from fastlinear.rewrite.match.written import Written
 from fastlinear.rewrite.rules.gated.forward import call_gated, gated_forward
 from fastlinear.rewrite.rules.gated.fuse import fused_gate
 from fastlinear.rewrite.rules.gated.recognise import recognise
+from fastlinear.rewrite.session import Session
 from fastlinear.rewrite.swap.functional_linear import AsLayer, FunctionalLinear
 
 DROPS = "in training it drops what the gate lets through"
@@ -159,33 +160,20 @@ class GatedSite:
 
 
 def chains(
-    found: Iterable[GatedSite],
-    candidates: Mapping[str, Candidate],
-    sites: Mapping[str, LinearSite],
-    arguments: Mapping[nn.Module, Observed],
-    *,
-    backend: str | None,
-    left_alone: dict[str, str],
+    session: Session, found: Iterable[GatedSite], left_alone: dict[str, str]
 ) -> list[Fusion]:
-    """The gated MLPs of a model that may become one call.
-
-    Args:
-        found: those that ``match`` finds.
-        candidates: what the rule of linear_act found; a gated MLP takes none but these.
-        sites: what the profile says about each linear.
-        arguments: what modules were called with.
-        backend: a forced backend of gated_mlp, or None.
-        left_alone: filled with why the others may not, by the first of their linears.
-    """
+    """Those of the gated MLPs ``found`` that may become one call; ``left_alone`` is filled with why
+    the others may not, by the first of their linears."""
+    backend = session.backends.get(NAME)
     made = []
     for site in found:
-        observed = arguments.get(site.module)
-        reason = _why_not(site, candidates, sites, observed)
+        observed = session.arguments.get(site.module)
+        reason = _why_not(session, site, observed)
         if reason is not None:
             left_alone[site.names[0]] = reason
             continue
         assert observed is not None
-        members = tuple(candidates[n] for n in site.names)
+        members = tuple(session.candidates[n] for n in site.names)
         given = site.module, site.gated, observed, backend
         made.append(
             fused_gate(
@@ -199,12 +187,7 @@ def chains(
     return made
 
 
-def _why_not(
-    site: GatedSite,
-    candidates: Mapping[str, Candidate],
-    sites: Mapping[str, LinearSite],
-    observed: Observed | None,
-) -> str | None:
+def _why_not(session: Session, site: GatedSite, observed: Observed | None) -> str | None:
     if observed is None:
         return "these inputs never call it"
     if observed.arguments() != ((TENSOR,), {}):
@@ -212,11 +195,11 @@ def _why_not(
     if site.gated.dropout and site.module.training:
         return DROPS
     for name in site.names:
-        if name not in candidates:
+        if name not in session.candidates:
             return f"its linear {name!r} is left alone itself"
-        if sites[name].parent_fqn != site.fqn:
+        if session.sites[name].parent_fqn != site.fqn:
             return f"its linear {name!r} is called by another module as well"
-    members = tuple(candidates[n] for n in site.names)
+    members = tuple(session.candidates[n] for n in site.names)
     if not (one_pass(members) and all_different(members)):
         return "one of its linears is there twice, or is called by others as well"
     return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.rewrite.fusion import Fusion, InSequential
 from fastlinear.rewrite.rules.grouped.lists.find import standing_lists
-from fastlinear.rewrite.rules.grouped.modules.find import chain_of
+from fastlinear.rewrite.rules.grouped.modules.find import module_fusion
 from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing, standing, suspects
 from fastlinear.rewrite.rules.grouped.rows.find import rows_of
 from fastlinear.rewrite.rules.grouped.watch import listed, watched
@@ -43,29 +43,25 @@ def match(session: Session) -> Matched:
 
     A chain of a parallel MLP competes with what becomes of all parallel MLPs.
     """
-    candidates, sites, others = session.candidates, session.sites, session.found
-    backend, gone = session.backends.get(NAME), session.taken()
+    gone = session.taken()
     matched = Matched()
     found = matched.fusions
     for whole, calls in session.once(watched).wholes:
         made: Fusion | str = "filter_fn leaves it out"
         if session.filter_fn is None or session.filter_fn(whole.module, whole.fqn):
-            observed = session.arguments.get(whole.module)
-            made = chain_of(whole, calls, candidates, sites, observed, backend)
+            made = module_fusion(session, whole, calls)
         if not isinstance(made, str) and gone & set(made.names):
             made = _TAKEN
         if isinstance(made, str):
             session.left_alone[(whole.members or (whole.fqn,))[0]] = made
         else:
             found.append(made)
-    elsewhere = {
-        n for c in others if c.competes and not isinstance(c.forward, InSequential) for n in c.names
-    }
-    taken = elsewhere | {n for c in found for n in c.names}
+    others = [c for c in session.found if c.competes and not isinstance(c.forward, InSequential)]
+    taken = {n for c in (*others, *found) for n in c.names}
     matched.parallel_mlps = _parallel_mlps(session, taken)
     found += _made(session, matched.parallel_mlps)
     gone.update(name for chain in found for name in chain.names)
-    if backend is None:
+    if NAME not in session.backends:
         matched.lists = _lists(session, gone)
         found += _made(session, matched.lists)
     found += _rows(session, gone)  # these compete with lists: the faster is kept
@@ -86,8 +82,7 @@ def _lists(session: Session, gone: Container[str]) -> list[Standing]:
     found = []
     for fqn, names in session.once(listed).items():
         if session.model.get_submodule(fqn) in session.arguments:
-            given = session.offers(fqn), session.candidates, session.sites
-            every = standing_lists(fqn, session.model, names, *given)
+            every = standing_lists(session, fqn, names)
             found += [one for one in every if not any(n in gone for n in one.linears)]
     return found
 
@@ -97,8 +92,7 @@ def _parallel_mlps(session: Session, gone: Container[str]) -> list[Standing]:
     for fqn, names in suspects(session.model).items():
         if session.model.get_submodule(fqn) not in session.arguments:
             continue
-        given = session.offers(fqn), session.candidates, session.sites, session.backends.get(NAME)
-        for one in standing(fqn, session.model, names, *given):
+        for one in standing(session, fqn, names):
             if not isinstance(one.made, str) and any(n in gone for n in one.made.names):
                 one = replace(one, made=_TAKEN)
             found.append(one)
@@ -108,14 +102,13 @@ def _parallel_mlps(session: Session, gone: Container[str]) -> list[Standing]:
 def _rows(session: Session, gone: set[str]) -> list[Fusion]:
     """Linears on one input or on its parts, those of other chains (``gone``) left out."""
     candidates = {name: c for name, c in session.candidates.items() if name not in gone}
-    sites, found = session.sites, list[Fusion]()
+    found: list[Fusion] = []
     for row in session.once(watched).rows:
-        parent = session.model.get_submodule(row.fqn)
         left = [fqn for fqn in row.members if fqn in candidates]
         if len(left) < 2:
             made: list[Fusion] | str = _TAKEN if gone & set(row.members) else _NO_CANDIDATES
         else:
-            made = rows_of(row, candidates, sites, parent, session.offers(row.fqn))
+            made = rows_of(session, row, candidates)
         if isinstance(made, str):
             session.left_alone[row.members[0]] = made
         else:

@@ -35,24 +35,16 @@ def match(session: Session) -> tuple[list[Fusion], list[Stopped]]:
     """The chains of a model: in every Sequential the longest run of two or more linears, the
     runs in the forwards of modules that hold linears themselves, and those that go through several
     modules, which may hold some of the others. Then where one of these stops, and why."""
-    candidates, sites, backend = session.candidates, session.sites, session.backends.get(RULE)
-    found: list[Fusion] = [
-        *_in_sequentials(session.model, candidates, sites, backend),
-        *_in_parents(candidates, sites, backend),
-    ]
+    found = [*_in_sequentials(session), *_in_parents(session)]
     found = [c for c in found if one_pass(c.members) and all_different(c.members)]
     longer, stopped = Blocks(session, found).match()
     return [*replaced(found, longer), *longer], stopped
 
 
-def _in_sequentials(
-    model: nn.Module,
-    candidates: Mapping[str, Candidate],
-    sites: Mapping[str, LinearSite],
-    backend: str | None,
-) -> Iterator[Fusion]:
-    names = {id(module): fqn for fqn, module in model.named_modules()}
-    for fqn, module in model.named_modules():
+def _in_sequentials(session: Session) -> Iterator[Fusion]:
+    candidates, sites, backend = session.candidates, session.sites, session.backends.get(RULE)
+    names = {id(module): fqn for fqn, module in session.model.named_modules()}
+    for fqn, module in session.model.named_modules():
         if class_forward(module) is not nn.Sequential.forward or refuse_module(module) is not None:
             continue
         segment = _longest(module, names, candidates, sites)
@@ -64,12 +56,9 @@ def _in_sequentials(
             yield in_sequential(fqn, module, members, segment, backend)
 
 
-def _in_parents(
-    candidates: Mapping[str, Candidate],
-    sites: Mapping[str, LinearSite],
-    backend: str | None,
-) -> Iterator[Fusion]:
+def _in_parents(session: Session) -> Iterator[Fusion]:
     """Runs in the forwards that the rule of linear_act has traced."""
+    candidates, sites, backend = session.candidates, session.sites, session.backends.get(RULE)
     traced = {c.parent_fqn: c for c in candidates.values() if c.pairs is not None}
     for parent_fqn, one in traced.items():
         fusable, parent = one.pairs, one.parent

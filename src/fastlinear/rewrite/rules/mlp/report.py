@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from fastlinear.core.cost import Cost, floor_us, measure_ceilings, roofline
-from fastlinear.core.precision import float32_precision
-from fastlinear.profile.records import Finding, LinearSite
-from fastlinear.profile.site_cost import ITEM_BYTES, linear_cost
+from fastlinear.profile.records import Finding
 from fastlinear.rewrite.finding import Told
+from fastlinear.rewrite.profiled import profiled
 from fastlinear.rewrite.rules.mlp.blocks import Stopped
 from fastlinear.rewrite.rules.mlp.find import match
 from fastlinear.rewrite.rules.mlp.stops import Stop
 from fastlinear.rewrite.session import Session
-
-CODE = "chain_stopped"
 
 
 def findings(session: Session) -> list[Told]:
@@ -22,27 +18,20 @@ def findings(session: Session) -> list[Told]:
 
 
 def _finding(session: Session, stopped: Stopped) -> Finding:
-    ends = dict.fromkeys(n for s in stopped.stops for n in (s.before, s.after))
-    sites = [s for s in session.sites.values() if any(_in(s.fqn, end) for end in ends)]
-    names = {s.fqn for s in sites}
-    cuda = session.device.type == "cuda"
-    records = [r for r in session.records if r.fqn in names]
-    measured = sum(r.device_us if cuda else r.cpu_us for r in records)
-    cost = _cost(sites, "train" if session.train else "inference")
-    dtype = next((s.dtype for s in sites if s.dtype in ITEM_BYTES), "float32")
-    limits = measure_ceilings(str(session.device), dtype, float32_precision())
-    return Finding(
-        code=CODE,
+    ends = {n for s in stopped.stops for n in (s.before, s.after)}
+    linears = [name for name in session.sites if any(_in(name, end) for end in ends)]
+    message = (
+        f"{'; '.join(map(_words, stopped.stops))}. One call of mlp computes a chain of linears that "
+        "follow each other with one activation between them."
+    )
+    return profiled(
+        session,
+        code="chain_stopped",
         fqn=stopped.fqn,
         title="chain of linears stops between modules",
-        message=f"{'; '.join(map(_words, stopped.stops))}. One call of mlp computes a chain of "
-        "linears that follow each other with one activation between them.",
-        measured_us=measured,
-        floor_us=floor_us(cost, limits),
-        predicted_gain_us=0.0,
-        flops=cost.flops,
-        bytes=cost.bytes,
-        bound=roofline(cost, limits, measured or 1.0).bound,
+        message=lambda _: message,
+        modules=linears,
+        linears=linears,
         details={"stops": [[s.before, s.after, s.reason] for s in stopped.stops]},
     )
 
@@ -53,11 +42,3 @@ def _words(stop: Stop) -> str:
 
 def _in(name: str, end: str) -> bool:
     return name == end or name.startswith(f"{end}.")
-
-
-def _cost(sites: list[LinearSite], mode: str) -> Cost:
-    total = Cost(0.0, 0.0)
-    for site in sites:
-        if site.calls and site.rows and site.dtype in ITEM_BYTES:
-            total += linear_cost(site, mode)
-    return total

@@ -6,7 +6,7 @@ It only matches; nothing here changes a model or measures anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.grouped.lists.fuse import OWN_INPUTS, PARTS, SHARED, fused_list
 from fastlinear.rewrite.rules.grouped.lists.traced import LISTS, Lists
-from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing
+from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing, why_not_called
 from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import LISTS as BY_LISTS
 from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import Way
 from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import (
@@ -28,6 +28,7 @@ from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import (
     ParallelMLP,
     parallel_mlp_of,
 )
+from fastlinear.rewrite.session import Session
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
 
 
@@ -57,31 +58,15 @@ def _is_list(model: nn.Module, fqn: str) -> bool:
     return type(found) in LISTS
 
 
-def standing_lists(
-    fqn: str,
-    model: nn.Module,
-    lists: Sequence[tuple[str, ...]],
-    traced: Fusable | Refusal,
-    candidates: Mapping[str, Candidate],
-    sites: Mapping[str, LinearSite],
-) -> list[Standing]:
-    """The linears of a module's lists: what they may become, or why they are left alone.
-
-    Args:
-        fqn: the module whose forward calls them.
-        model: the model.
-        lists: their names in the model.
-        traced: the trace of the module's forward, or why there is none.
-        candidates: what the rule of linear_act found; a chain takes none but these.
-        sites: what the profile says about each linear.
-    """
-    found = []
+def standing_lists(session: Session, fqn: str, lists: Sequence[tuple[str, ...]]) -> list[Standing]:
+    """The linears of a module's lists: what they may become, or why they are left alone."""
+    model, traced, found = session.model, session.offers(fqn), list[Standing]()
     if isinstance(traced, Refusal):
         why = traced.reason.rstrip(".")
         return [_left(fqn, model, names, why, unsure=True) for names in lists]
     seen = traced.links.once(Lists)
     for group in seen.found:
-        made = _chain(fqn, model.get_submodule(fqn), group, traced, candidates, sites)
+        made = _chain(session, fqn, group, traced)
         names = tuple(_full(fqn, n) for n in group.names)
         way = None if isinstance(made, str) else Way(group.activations, BY_LISTS)
         found.append(Standing(fqn, group.parallel_mlps, names, made, way=way))
@@ -106,22 +91,13 @@ def _full(fqn: str, name: str) -> str:
     return f"{fqn}.{name}" if fqn else name
 
 
-def _chain(
-    fqn: str,
-    parent: nn.Module,
-    group: Abreast,
-    traced: Fusable,
-    candidates: Mapping[str, Candidate],
-    sites: Mapping[str, LinearSite],
-) -> Fusion | str:
+def _chain(session: Session, fqn: str, group: Abreast, traced: Fusable) -> Fusion | str:
     """One call, or why they are left alone."""
     full = [_full(fqn, name) for name in group.names]
-    for name in full:
-        if name not in candidates:
-            return f"its linear {name!r} is left alone itself"
-        if sites[name].parent_fqn != fqn:
-            return f"its linear {name!r} is called by another module as well"
-    members = tuple(candidates[name] for name in full)
+    why = why_not_called(session, full, lambda _: fqn)
+    if why is not None:
+        return why
+    members = tuple(session.candidates[name] for name in full)
     if not (_called_alike(members) and all_different(members)):
         return "its linears are called differently often, or share a weight"
     why = _why_not(group, members)
@@ -136,7 +112,7 @@ def _chain(
     if read == OWN_INPUTS and len(totals) < len(shapes):
         return "its calls differ in the shapes of their inputs, not in their numbers"
     way = Way(group.activations, BY_LISTS)
-    return fused_list(fqn, parent, members, group, way, traced, read, shapes)
+    return fused_list(fqn, traced.parent, members, group, way, traced, read, shapes)
 
 
 def _called_alike(members: Sequence[Candidate]) -> bool:

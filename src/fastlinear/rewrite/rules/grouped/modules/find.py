@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from fastlinear.core.precision import DTYPE_NAMES
+from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.profile.graph import TENSOR, Observed, Untraceable, trace
-from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import OWN, Candidate, all_different, one_pass
 from fastlinear.rewrite.rules.grouped.modules.forward import CONVOLUTION, LINEARS
 from fastlinear.rewrite.rules.grouped.modules.fuse import fused_group
 from fastlinear.rewrite.rules.grouped.modules.recognise import Whole
+from fastlinear.rewrite.session import Session
 from fastlinear.rewrite.swap.modules import is_rewritten
 from fastlinear.rewrite.swap.traceable import is_straight, unseen_by_trying, why_not
 
 
-def chain_of(
-    whole: Whole,
-    calls: SiteCalls,
-    candidates: Mapping[str, Candidate],
-    sites: Mapping[str, LinearSite],
-    observed: Observed | None,
-    backend: str | None,
-) -> Fusion | str:
-    """A module as one call, or why it is left alone.
-
-    Args:
-        whole: the module and how it computes a grouped layer.
-        calls: how it was called.
-        candidates: what the rule of linear_act found; a loop takes none but these.
-        sites: what the profile says about each linear.
-        observed: what its first call was given.
-        backend: a forced backend of grouped_linear, or None.
-    """
+def module_fusion(session: Session, whole: Whole, calls: SiteCalls) -> Fusion | str:
+    """A module that is called so as one call, or why it is left alone."""
+    observed = session.arguments.get(whole.module)
     reason = _why_not(whole, calls, observed)
     if reason is not None:
         return reason
     assert observed is not None
-    members = _members(whole, calls, candidates, sites)
+    backend, members = session.backends.get(NAME), _members(session, whole, calls)
     if isinstance(members, str):
         return members
     made = fused_group(whole.fqn, whole.module, members, whole.grouped, observed, calls, backend)
@@ -97,16 +82,11 @@ def why_not_traced(module: nn.Module, observed: Observed, parts: int | None = No
     return None
 
 
-def _members(
-    whole: Whole,
-    calls: SiteCalls,
-    candidates: Mapping[str, Candidate],
-    sites: Mapping[str, LinearSite],
-) -> tuple[Candidate, ...] | str:
+def _members(session: Session, whole: Whole, calls: SiteCalls) -> tuple[Candidate, ...] | str:
     if whole.grouped.kind != LINEARS:
         return (Candidate(whole.fqn, whole.module, OWN, whole.grouped.activation, "own", calls),)
-    names = whole.members
-    if not all(n in candidates and sites[n].parent_fqn == whole.fqn for n in names):
+    names, candidates = whole.members, session.candidates
+    if not all(n in candidates and session.sites[n].parent_fqn == whole.fqn for n in names):
         return "one of its linears is left alone, or is called by another module"
     members = tuple(candidates[n] for n in names)
     count = sum(kind.count for kind in calls.kinds)

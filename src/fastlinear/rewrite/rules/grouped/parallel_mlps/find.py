@@ -5,16 +5,16 @@ It only matches; nothing here changes a model or measures anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fastlinear.ops.common.activations import widened
+from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.ops.unequal_linear.op import explain
 from fastlinear.profile.effects import class_forward
-from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.eligible import Refusal
@@ -29,6 +29,7 @@ from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import (
     is_parallel_mlp,
     parallel_mlp_of,
 )
+from fastlinear.rewrite.session import Session
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -107,26 +108,10 @@ def _alike(model: nn.Module, fqn: str, names: Iterable[str]) -> list[list[Parall
     return [parallel_mlps for parallel_mlps in found.values() if len(parallel_mlps) > 1]
 
 
-def standing(
-    fqn: str,
-    model: nn.Module,
-    names: Sequence[str],
-    traced: Fusable | Refusal,
-    candidates: Mapping[str, Candidate],
-    sites: Mapping[str, LinearSite],
-    backend: str | None,
-) -> list[Standing]:
-    """The parallel MLPs of one module: what they may become, or why they are left alone.
-
-    Args:
-        fqn: the module that holds them.
-        model: the model.
-        names: of the Sequentials it holds.
-        traced: the trace of the module's forward, or why there is none.
-        candidates: what the rule of linear_act found; a chain takes none but these.
-        sites: what the profile says about each linear.
-        backend: a forced backend of grouped_linear, or None.
-    """
+def standing(session: Session, fqn: str, names: Sequence[str]) -> list[Standing]:
+    """The parallel MLPs of one module, which holds Sequentials of these names: what they may
+    become, or why they are left alone."""
+    model, traced = session.model, session.offers(fqn)
     if isinstance(traced, Refusal):
         why = traced.reason.rstrip(".")
         alike = _alike(model, fqn, names)
@@ -134,8 +119,8 @@ def standing(
     parallel_mlps = traced.links.once(ParallelMLPs)
     found = []
     for group in parallel_mlps.found:
-        parent, names = model.get_submodule(fqn), _in(fqn, group.parallel_mlps)
-        made = _chain(fqn, parent, group, traced, candidates, sites, backend)
+        names = _in(fqn, group.parallel_mlps)
+        made = _chain(session, fqn, group, traced)
         if isinstance(made, str):
             found.append(Standing(fqn, group.parallel_mlps, names, made))
         else:
@@ -169,29 +154,32 @@ def _in(fqn: str, parallel_mlps: Iterable[ParallelMLP]) -> tuple[str, ...]:
     return tuple(_full(fqn, mlp.name) for mlp in parallel_mlps)
 
 
-def _chain(
-    fqn: str,
-    parent: nn.Module,
-    group: Abreast,
-    traced: Fusable,
-    candidates: Mapping[str, Candidate],
-    sites: Mapping[str, LinearSite],
-    backend: str | None,
-) -> tuple[Fusion, Way] | str:
+def why_not_called(
+    session: Session, names: Iterable[str], caller: Callable[[str], str]
+) -> str | None:
+    """Why linears are no part of one call: one is no candidate, or others call it as well; None
+    where each is called by its ``caller`` alone."""
+    for name in names:
+        if name not in session.candidates:
+            return f"its linear {name!r} is left alone itself"
+        if session.sites[name].parent_fqn != caller(name):
+            return f"its linear {name!r} is called by another module as well"
+    return None
+
+
+def _chain(session: Session, fqn: str, group: Abreast, traced: Fusable) -> tuple[Fusion, Way] | str:
     """One call a layer and how, or why they are left alone."""
     full = [_full(fqn, name) for name in group.names]
-    for name in full:
-        if name not in candidates:
-            return f"its linear {name!r} is left alone itself"
-        if sites[name].parent_fqn != name.rpartition(".")[0]:
-            return f"its linear {name!r} is called by another module as well"
-    members = tuple(candidates[name] for name in full)
+    why = why_not_called(session, full, lambda name: name.rpartition(".")[0])
+    if why is not None:
+        return why
+    backend, members = session.backends.get(NAME), tuple(session.candidates[n] for n in full)
     if not (one_pass(members) and all_different(members)):
         return "its towers are called with inputs of different shapes, or share a linear"
     way = _way(group, members, backend)
     if isinstance(way, str):
         return way
-    return fused_parallel_mlps(fqn, parent, members, group, way, traced, backend), way
+    return fused_parallel_mlps(fqn, traced.parent, members, group, way, traced, backend), way
 
 
 def _way(group: Abreast, members: Sequence[Candidate], backend: str | None) -> Way | str:

@@ -17,7 +17,6 @@ from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.ops.grouped_linear.selection import problem_of as grouped_problem
 from fastlinear.ops.linear_act.op import problem_of
-from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion, InForward
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import (
@@ -27,7 +26,6 @@ from fastlinear.rewrite.match.candidate import (
     weights_and_biases,
 )
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.grouped.lists.fuse import PARTS, SHARED, UNEQUAL
 from fastlinear.rewrite.rules.grouped.modules.forward import LINEARS, stacked
@@ -38,35 +36,24 @@ from fastlinear.rewrite.rules.grouped.rows.loop_forward import side_by_side
 from fastlinear.rewrite.rules.grouped.rows.observed import Row
 from fastlinear.rewrite.rules.grouped.rows.traced import loops_of
 from fastlinear.rewrite.rules.grouped.rows.traced import rows_of as rows_in
+from fastlinear.rewrite.session import Session
 
 _LAYOUT = "g ... k"
 FunctionalLinear = tuple[list[Tensor], list[Tensor | None]]
 """Weights and biases."""
 
 
-def rows_of(
-    row: Row,
-    candidates: Mapping[str, Candidate],
-    sites: Mapping[str, LinearSite],
-    parent: nn.Module,
-    traced: Fusable | Refusal,
-) -> list[Fusion] | str:
-    """Linears on one input, or on its parts, as one, or why they are left alone.
-
-    Args:
-        row: what a run showed.
-        candidates: what the rule of linear_act found; a row takes none but these.
-        sites: what the profile says about each linear.
-        parent: the module whose forward calls them.
-        traced: the trace of that forward, or why there is none.
-    """
+def rows_of(session: Session, row: Row, candidates: Mapping[str, Candidate]) -> list[Fusion] | str:
+    """Linears on one input, or on its parts, as one, or why they are left alone. ``candidates``
+    are those that no other fusion has."""
+    traced = session.offers(row.fqn)
     if isinstance(traced, Refusal):
         return traced.reason.rstrip(".")
     allowed = {
         name: candidates[fqn]
         for fqn in row.members
         if fqn in candidates
-        and sites[fqn].parent_fqn == row.fqn
+        and session.sites[fqn].parent_fqn == row.fqn
         and (name := inside(row.fqn, fqn)) is not None
     }
     found = []
@@ -79,7 +66,7 @@ def rows_of(
             return "one of its linears is left alone, or autocast casts each of them"
         if one_pass(members) and all_different(members):
             made = _Loop(members) if loop else _Row(members)
-            found.append(_fusion(row.fqn, parent, made, InForward(traced, row_edit(names))))
+            found.append(_fusion(row.fqn, traced.parent, made, InForward(traced, row_edit(names))))
     return found or "its code reads their input in more than one way, or writes to it between them"
 
 
