@@ -20,9 +20,10 @@ def findings(session: Session) -> list[Told]:
 def _finding(session: Session, stopped: Stopped) -> Finding:
     ends = {n for s in stopped.stops for n in (s.before, s.after)}
     linears = [name for name in session.sites if any(_in(name, end) for end in ends)]
+    words = "; ".join(map(_words, stopped.stops))
     message = (
-        f"{'; '.join(map(_words, stopped.stops))}. One call of mlp computes a chain of linears that "
-        "follow each other with one activation between them."
+        f"{words}. One call of mlp computes a chain of linears that follow each other with one "
+        "activation between them."
     )
     return profiled(
         session,
