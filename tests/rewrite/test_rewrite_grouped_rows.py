@@ -259,12 +259,13 @@ def test_chunks_of_rows_are_left_alone(clock: Any) -> None:
 
 def test_what_is_written_between_layers_is_looked_at() -> None:
     from fastlinear.profile.graph import Observed, trace
+    from fastlinear.rewrite.match.links import Links
     from fastlinear.rewrite.rules.grouped.rows.traced import rows_of
 
     def found(model: nn.Module) -> list[tuple[str, ...]]:
         graph = trace(model, Observed.of((torch.randn(2, 8),), {}), runnable=True)
-        linears = {n.target: n for n in graph.nodes if n.op == "call_module"}
-        return rows_of(model, graph.nodes, linears, linears)
+        links = Links(model, graph, {})
+        return rows_of(links, links.layers)
 
     assert found(Heads()) == [tuple(f"heads.{i}" for i in range(4))]
     assert found(Written()) == []

@@ -11,6 +11,7 @@ from fastlinear.core.cost import measure_ceilings, roofline
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.timing import Ratio, Samples, paired_ratio
 from fastlinear.dispatch.backend import family
+from fastlinear.ops.common import fastpath
 from fastlinear.profile.records import IN_PLACE, Finding
 from fastlinear.rewrite import registry
 from fastlinear.rewrite.evaluate import activations_left, site
@@ -115,8 +116,10 @@ def measured(work: Work, fusion: Fusion, left: int) -> Times:
     """What a fusion takes that nothing has decided about; arguments as of ``times``."""
     share = work.budget.share(4 * (1 + left), _MOST_S)
     runs: dict[str, site.Run] = {"before": fusion.before, "after": fusion.after}
+    patience_s = work.budget.share(4, fastpath.PATIENCE_S)
     with work.budget:
-        found = site.times(fusion, runs, work.runner.device, share, rounds=_ROUNDS)
+        given = fusion, runs, work.runner.device, share
+        found = site.times(*given, rounds=_ROUNDS, patience_s=patience_s)
     return a_call(fusion, *found)
 
 
@@ -182,10 +185,15 @@ def _finding(work: Work, fusion: Fusion, report: Report, times: Times) -> Findin
 
 def _kept(work: Work, fusion: Fusion) -> SiteOutcome | None:
     """The outcome of its first linear, where it is rewritten by a rule of the same family."""
+    outcome = _outcome(work, fusion)
+    return outcome if outcome is not None and outcome.status == "kept" else None
+
+
+def _outcome(work: Work, fusion: Fusion) -> SiteOutcome | None:
+    """The outcome of its first linear, where a rule of the same family looked at that."""
     outcome = work.outcomes.get(fusion.linears[0]) if fusion.linears else None
-    rules = next(rule.names for rule in registry.RULES if fusion.rule in rule.names)
-    known = outcome is not None and outcome.status == "kept" and outcome.rule in rules
-    return outcome if known else None
+    alike = next(rule.names for rule in registry.RULES if fusion.rule in rule.names)
+    return outcome if outcome is not None and outcome.rule in alike else None
 
 
 def _facts(work: Work, fusion: Fusion, report: Report) -> dict[str, Any]:
@@ -200,11 +208,8 @@ def _facts(work: Work, fusion: Fusion, report: Report) -> dict[str, Any]:
 
 def _why_left(work: Work, fusion: Fusion) -> str | None:
     """Why ``optimize_`` has not put it in place."""
-    if not fusion.linears:
-        return None
-    outcome = work.outcomes.get(fusion.linears[0])
-    rules = next(rule.names for rule in registry.RULES if fusion.rule in rule.names)
-    if outcome is not None and outcome.rule in rules and outcome.status == "rejected":
+    outcome = _outcome(work, fusion)
+    if outcome is not None and outcome.status == "rejected":
         return outcome.reason.rstrip(".")
     return next((work.left_alone[n] for n in fusion.linears if n in work.left_alone), None)
 
