@@ -121,3 +121,40 @@ def test_layers_of_different_sizes_with_one_fate_are_one_row(clock: Any) -> None
     sites = [replace(s, problem={"n": i}) for i, s in enumerate(result.sites)]
     kept = [replace(s, status="kept", before_us=1.0, after_us=0.5, speedup=2.0) for s in sites]
     assert "alike" not in replace(result, sites=tuple(kept)).table(width=200)
+
+
+class Loop(nn.Module):
+    """A loop over the parts of a tensor, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projs = nn.ModuleList(nn.Linear(8, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.chunk(x, len(self.projs), -1)
+        return torch.cat([proj(part) for proj, part in zip(self.projs, parts, strict=True)], -1)
+
+
+@pytest.mark.parametrize("after", [50.0, 150.0])
+@pytest.mark.parametrize(("make", "code"), [(Gated, "gated_mlp"), (Loop, "grouped_linear")])
+def test_what_was_tried_is_told_by_the_times_that_decided(
+    make: Any, code: str, after: float, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({"onednn": 50.0, "cpp": 50.0, "pieces": 50.0, "after": after, "step": after})
+    asked: list[Any] = []
+    real = findings.measured
+
+    def measured(work: Any, fusion: Any, left: int) -> Any:
+        asked.append(fusion)
+        return real(work, fusion, left)
+
+    monkeypatch.setattr(findings, "measured", measured)
+    result = fl.optimize_(make(), torch.randn(9, 32), config=fl.Config(draws=1, families=(code,)))
+    assert not asked
+    found = [f for f in result.findings if f.code == code]
+    assert bool(result.kept) is (after < 100.0)
+    assert bool(found) is (after < 100.0 or make is Gated), "groups are told where they are faster"
+    for f in found:
+        assert (
+            f"100.0 us a call, {after:.1f} us" in f.message or f"100.0 us, {after:.1f}" in f.message
+        )
