@@ -273,7 +273,7 @@ ROUTES: dict[str, Route] = {
     "towers": Route(Towers, {"guard", "edit parallel_mlps", "call_parallel_mlps"}),
     "list": Route(Heads, {"guard", "unequal_linear", "call_list"}),
     "stacked weights": Route(stacked, {"guard", "grouped_linear"}),
-    "grouped convolution": Route(Convolution, {"grouped_forward", "grouped_linear"}),
+    "grouped convolution": Route(Convolution, {"grouped/modules/forward", "grouped_linear"}),
     "graphs": Route(alone, {"graph_forward"}, {"families": (), "graphs": True}),
     "compiled": Route(alone, {"compiled_forward"}, {"families": (), "compile": True}),
 }
@@ -333,7 +333,7 @@ def swapped(model: nn.Module) -> list[str]:
 def exercised(route: Rewritten) -> set[str]:
     """As ``Route.exercises``: what the rewritten model has, and one call of it runs."""
     forwards = [route.model.get_submodule(name).forward for name in swapped(route.model)]
-    made = {Path(f.__func__.__code__.co_filename).stem for f in forwards}
+    made = {_file(Path(f.__func__.__code__.co_filename)) for f in forwards}
     wrapped = {type(f).__module__.rpartition(".")[2] for f in forwards}
     found: set[str] = set()
 
@@ -381,6 +381,12 @@ def discovered() -> set[str]:
     }
 
 
+def _file(path: Path) -> str:
+    """A file by its name, one of a rule with the rule's."""
+    inside = path.relative_to(_REWRITE).with_suffix("").parts
+    return "/".join(inside[1:]) if inside[0] == "rules" else path.stem
+
+
 def makers() -> Iterator[str]:
     """The files in which a function makes a function ``forward``, and those of what is bound in
     its place."""
@@ -392,4 +398,4 @@ def makers() -> Iterator[str]:
             bases = outer.bases if isinstance(outer, ast.ClassDef) else ()
             bound = any(isinstance(b, ast.Name) and b.id == "Bound" for b in bases)
             if bound or (isinstance(outer, ast.FunctionDef) and "forward" in names):
-                yield file.stem
+                yield _file(file)

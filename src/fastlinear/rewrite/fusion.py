@@ -61,10 +61,7 @@ class Report:
         replace: the advice as a sentence behind the message, where it is not in place.
         aside: what is to be said of ``optimize_`` where that leaves it alone.
         cost: of one call, by default that of its first Problem.
-        code: the finding's, by default the fusion's rule.
-        linears: those whose outcome says whether it is in place, by default the fusion's own; of
-            what is left to the reader none.
-        covers: linears whose gains are part of its own.
+        covers: whether what other findings say to gain on its linears is part of its gain.
     """
 
     title: str
@@ -75,9 +72,7 @@ class Report:
     replace: str = ""
     aside: str = ""
     cost: Cost | None = None
-    code: str = ""
-    linears: tuple[str, ...] = ()
-    covers: tuple[str, ...] = ()
+    covers: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,12 +193,6 @@ class Fusion:
     def blocks(self) -> tuple[str, ...]:
         """Modules whose code becomes part of its forward, by name."""
         return self.forward.blocks if isinstance(self.forward, InForward) else ()
-
-    @property
-    def linears(self) -> tuple[str, ...]:
-        """Those whose outcome says whether it is in place."""
-        told = () if self.report is None else self.report.linears
-        return told or (() if self.forward is None else self.names)
 
     @property
     def tried(self) -> tuple[str, tuple[str, ...]] | None:

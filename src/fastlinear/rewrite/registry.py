@@ -27,7 +27,8 @@ class Rule:
     Attributes:
         name: its folder's.
         family: the family that settings name to allow it.
-        names: what its fusions and plans call it (``NAMES``), by default the folder's name.
+        names: what its fusions and plans call it (``NAMES``), by default the folder's name; the
+            first is the code of its findings.
         rewrites: whether ``optimize_`` puts what it finds in place (``REWRITES``).
         find: what it finds in a model.
         findings: what it says, in the end; by default a finding on each fusion that gains.
@@ -78,3 +79,8 @@ def _rules() -> tuple[Rule, ...]:
 
 
 RULES = _rules()
+
+
+def rule_of(name: str) -> Rule:
+    """The rule whose fusions have this name."""
+    return next(rule for rule in RULES if name in rule.names)

@@ -100,7 +100,7 @@ def times(work: Work, fusion: Fusion, left: int = 0) -> Times | str:
     calls, kept = fusion.calls.calls, _kept(work, fusion)
     tried = work.tried.get(fusion.tried) or work.timed.get(fusion.kind)
     if kept is not None and kept.before_us is not None and kept.after_us is not None:
-        share = len(fusion.linears) / calls
+        share = len(fusion.names) / calls
         low, high = kept.ci95 or (kept.before_us / kept.after_us,) * 2
         ratio = Ratio(kept.speedup or low, low, high)
         tried = Times(kept.before_us * share, kept.after_us * share, ratio)
@@ -149,13 +149,13 @@ def finding(work: Work, fusion: Fusion, left: int = 0) -> Told | None:
     if not (known.faster or _kept(work, fusion)):
         return None
     found = _finding(work, fusion, report, known)
-    return Told(found, report.covers if found.predicted_gain_us > 0 else ())
+    return Told(found, fusion.names if report.covers and found.predicted_gain_us > 0 else ())
 
 
 def _unmeasured(work: Work, fusion: Fusion, report: Report, why: str) -> Finding:
     more = report.words or report.title
     more += f" (perhaps better as {report.advice})" if report.advice else ""
-    code, facts = report.code or fusion.rule, _facts(work, fusion, report)
+    code, facts = registry.rule_of(fusion.rule).names[0], _facts(work, fusion, report)
     return not_measured(code, fusion.fqn, report.title, more, why, facts)
 
 
@@ -169,7 +169,7 @@ def _finding(work: Work, fusion: Fusion, report: Report, times: Times) -> Findin
         facts["problem"] = problem.to_json()
     more = _remedy(work, fusion, report) + (f" Times: {times.said}." if times.said else "")
     return Finding(
-        code=report.code or fusion.rule,
+        code=registry.rule_of(fusion.rule).names[0],
         fqn=fusion.fqn,
         title=report.title,
         message=report.message(times.before_us, times.after_us) + more,
@@ -190,10 +190,10 @@ def _kept(work: Work, fusion: Fusion) -> SiteOutcome | None:
 
 
 def _outcome(work: Work, fusion: Fusion) -> SiteOutcome | None:
-    """The outcome of its first linear, where a rule of the same family looked at that."""
-    outcome = work.outcomes.get(fusion.linears[0]) if fusion.linears else None
-    alike = next(rule.names for rule in registry.RULES if fusion.rule in rule.names)
-    return outcome if outcome is not None and outcome.rule in alike else None
+    """The outcome of its first linear, where the same rule looked at that."""
+    outcome = work.outcomes.get(fusion.key)
+    known = outcome is not None and outcome.rule in registry.rule_of(fusion.rule).names
+    return outcome if known else None
 
 
 def _facts(work: Work, fusion: Fusion, report: Report) -> dict[str, Any]:
@@ -211,7 +211,9 @@ def _why_left(work: Work, fusion: Fusion) -> str | None:
     outcome = _outcome(work, fusion)
     if outcome is not None and outcome.status == "rejected":
         return outcome.reason.rstrip(".")
-    return next((work.left_alone[n] for n in fusion.linears if n in work.left_alone), None)
+    if not registry.rule_of(fusion.rule).rewrites:
+        return None
+    return next((work.left_alone[n] for n in fusion.names if n in work.left_alone), None)
 
 
 def _remedy(work: Work, fusion: Fusion, report: Report) -> str:
@@ -228,4 +230,5 @@ def _remedy(work: Work, fusion: Fusion, report: Report) -> str:
 
 def _offered(work: Work, fusion: Fusion) -> bool:
     """Whether ``optimize_`` would try it, where it only advises."""
-    return any(name in session_of(work).offered for name in fusion.linears[:1])
+    tries = registry.rule_of(fusion.rule).rewrites
+    return tries and fusion.key in session_of(work).offered

@@ -29,7 +29,7 @@ def report(
     advice: str,
     linears: tuple[str, ...],
     cost: Cost,
-    covers: tuple[str, ...] = (),
+    covers: bool = False,
 ) -> Report:
     """What a finding says of them.
 
@@ -54,8 +54,6 @@ def report(
         replace=f"Replace by {advice}.",
         aside=", which has to lay the weights together at each call," * stacks,
         cost=Cost(passes * cost.flops, passes * cost.bytes),
-        code=NAME,
-        linears=linears,
         covers=covers,
     )
 
@@ -93,7 +91,7 @@ def advised(
         rule=NAME,
         fqn=fqn,
         module=session.model.get_submodule(fqn),
-        names=report.linears,
+        names=tuple(report.details["linears"]),
         calls=SiteCalls((Kind(x, calls, input_grad),), None, grad),
         problems=(problem,),
         tensors={str(i): t for i, t in enumerate(tensors)},

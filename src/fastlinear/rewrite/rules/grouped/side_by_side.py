@@ -65,7 +65,7 @@ def of_standing(
         advice=advice,
         linears=one.linears,
         cost=_cost(one.parallel_mlps, seen, len(inputs)),
-        covers=one.linears,
+        covers=True,
     )
     if isinstance(one.made, Fusion):
         return replace(one.made, report=told)

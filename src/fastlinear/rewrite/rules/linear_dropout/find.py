@@ -171,5 +171,5 @@ def _report(fqn: str, then: str, rate: float) -> Report:
         message=message,
         advice=None,
         details={"rate": rate, "linears": [fqn]},
-        covers=(fqn,),
+        covers=True,
     )

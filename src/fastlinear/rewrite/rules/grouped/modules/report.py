@@ -50,7 +50,9 @@ def of_module(
     observed = session.arguments[module]
     made = fused_group(match.fqn, module, (), how, observed, seen, None)
     own = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    return replace(made, names=told.linears, tensors=own, forward=None, report=told)
+    return replace(
+        made, names=match.members or (match.fqn,), tensors=own, forward=None, report=told
+    )
 
 
 def _advice(model: nn.Module, match: Whole) -> str:
