@@ -23,15 +23,9 @@ def profiled(
     linears: Collection[str],
     details: dict[str, Any],
 ) -> Finding:
-    """A finding without a gain.
-
-    Args:
-        session: the optimization under way.
-        code, fqn, title, details: see ``Finding``.
-        message: microseconds of a step → what is slow and what would help.
-        modules: those whose times count.
-        linears: those whose arithmetic and memory traffic count.
-    """
+    """A finding without a gain. The times of ``modules`` count, and the arithmetic and the memory
+    traffic of ``linears``. ``message`` is made of the microseconds of a step; for the others see
+    ``Finding``."""
     cuda, mode = session.device.type == "cuda", "train" if session.train else "inference"
     records = [r for r in session.records if r.fqn in modules]
     measured = sum(r.device_us if cuda else r.cpu_us for r in records)

@@ -107,6 +107,15 @@ class Session:
         names = {name: a for f, a in known.items() if (name := inside(fqn, f)) is not None}
         return found.flat({}, {**names, **found.modules})
 
+    def why_not(self, name: str, *callers: str) -> str | None:
+        """Why a linear is no part of a call that one of these modules makes: it is no candidate,
+        or others call it as well. None where it may be."""
+        if name not in self.candidates:
+            return f"its linear {name!r} is left alone itself"
+        if self.sites[name].parent_fqn not in callers:
+            return f"its linear {name!r} is called by another module as well"
+        return None
+
     def taken(self) -> set[str]:
         """The linears of what was found before, but for what gives way."""
         return {name for fusion in self.found if fusion.competes for name in fusion.names}

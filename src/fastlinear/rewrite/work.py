@@ -29,6 +29,7 @@ from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import Refusal
+from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import FilterFn
 from fastlinear.rewrite.rules.linear_act import find as rule
 from fastlinear.rewrite.rules.linear_act import on_parameters
@@ -68,7 +69,6 @@ class Work:
         arguments: module → what its first call was given, tensors left out.
         filter_fn: the caller's say on every module; False leaves it alone.
         traces: module → what the trace of its forward offers, or why there is none.
-        sequentials: the same of Sequentials, whose children are called one after the other.
         session: what rules see of it, once they have looked.
         tried: fusions, by rule and linears → times that decided about them.
         timed: times of fusions measured for a finding, by kind.
@@ -96,8 +96,7 @@ class Work:
     compiled: dict[str, SiteOutcome] = field(default_factory=dict)
     arguments: dict[nn.Module, Observed] = field(default_factory=dict)
     filter_fn: FilterFn | None = None
-    traces: dict[str, Any] = field(default_factory=dict)
-    sequentials: dict[str, Any] = field(default_factory=dict)
+    traces: dict[str, Fusable | Refusal] = field(default_factory=dict)
     session: Session | None = None
     tried: dict[Any, Times] = field(default_factory=dict)
     timed: dict[Any, Times] = field(default_factory=dict)

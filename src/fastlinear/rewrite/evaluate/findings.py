@@ -88,15 +88,8 @@ def find(work: Work, progress: Progress = silent) -> None:
 
 
 def times(work: Work, fusion: Fusion, left: int = 0) -> Times | str:
-    """What a fusion takes by the times that decided about it; where there are none, measured.
-
-    Fusions of one kind are measured once. Why not, where the time budget is spent.
-
-    Args:
-        work: the optimization under way.
-        fusion: it.
-        left: how many may follow.
-    """
+    """What a fusion takes by the times that decided about it; where there are none, measured, each
+    kind of fusion once. Why not, where the time budget is spent. ``left``: how many may follow."""
     calls, kept = fusion.calls.calls, _kept(work, fusion)
     tried = work.tried.get(fusion.tried) or work.timed.get(fusion.kind)
     if kept is not None and kept.before_us is not None and kept.after_us is not None:

@@ -157,10 +157,9 @@ def _chain(session: Session, part: Part, gate: Gate, gone: set[str]) -> Fusion |
     for name in names:
         if name in gone:
             return f"another rewrite has its linear {name!r}"
-        if name not in session.candidates:
-            return f"its linear {name!r} is left alone itself"
-        if not _calls(part.fqn, session.sites[name].parent_fqn, name):
-            return f"its linear {name!r} is called by another module as well"
+        # called by the parent, or by a Sequential in it that holds the linear
+        if (why := session.why_not(name, part.fqn, name.rpartition(".")[0])) is not None:
+            return why
     members = tuple(session.candidates[name] for name in names)
     tied = _tied(members)
     if tied is not None:
@@ -183,11 +182,6 @@ def _tied(members: tuple[Candidate, ...]) -> tuple[str, str] | None:
         if first != c.fqn:
             return first, c.fqn
     return None
-
-
-def _calls(parent: str, caller: str | None, name: str) -> bool:
-    """Whether a linear is called by the parent, or by a Sequential in it that holds the linear."""
-    return caller in (parent, name.rpartition(".")[0])
 
 
 def _gates_seen(parent: nn.Module, observed: Observed) -> list[Gate]:

@@ -195,10 +195,8 @@ def _why_not(session: Session, site: GatedSite, observed: Observed | None) -> st
     if site.gated.dropout and site.module.training:
         return DROPS
     for name in site.names:
-        if name not in session.candidates:
-            return f"its linear {name!r} is left alone itself"
-        if session.sites[name].parent_fqn != site.fqn:
-            return f"its linear {name!r} is called by another module as well"
+        if (why := session.why_not(name, site.fqn)) is not None:
+            return why
     members = tuple(session.candidates[n] for n in site.names)
     if not (one_pass(members) and all_different(members)):
         return "one of its linears is there twice, or is called by others as well"

@@ -31,14 +31,7 @@ def report(
     cost: Cost,
     covers: bool = False,
 ) -> Report:
-    """What a finding says of them.
-
-    Args:
-        session: the optimization under way.
-        kind: of layers, in the finding's details.
-        title, words, advice, linears, covers: see ``Report``.
-        cost: of a forward.
-    """
+    """What a finding says of them; ``kind`` is told in its details, ``cost`` is of a forward."""
     passes = 3 if session.train else 1  # backward: twice the products, the same tensors
 
     def message(before_us: float, after_us: float) -> str:
@@ -72,20 +65,10 @@ def advised(
     problem: Problem,
     alike: tuple[Any, ...],
 ) -> Fusion:
-    """What is measured of linears that the reader alone can make one.
-
-    Args:
-        session: the optimization under way.
-        report: what a finding says of it.
-        fqn: the module whose forward calls them.
-        x: what the first of them reads.
-        calls: how many a step makes.
-        input_grad: whether the gradient of x is wanted.
-        before, after: the layers as they are, and as one.
-        tensors: what else gradients are taken of in training.
-        problem: of the first of them.
-        alike: what those share that take as long.
-    """
+    """What is measured of linears that the reader alone can make one: ``before`` as they are,
+    ``after`` as one, both on ``x``, which the first of them reads; in training with gradients of
+    ``tensors`` too. ``problem`` is that of the first of them. Those that are ``alike`` take as
+    long."""
     grad = session.train and (input_grad or any(t.requires_grad for t in tensors))
     return Fusion(
         rule=NAME,

@@ -25,15 +25,9 @@ from fastlinear.rewrite.session import Session
 def of_standing(
     session: Session, one: Standing, firsts: Mapping[str, Sequence[Seen]], listed: bool
 ) -> Fusion | None:
-    """What there is to measure of parallel MLPs, or of a list; None where nothing says that they
-    do not wait for each other, or what they are given.
-
-    Args:
-        session: the optimization under way.
-        one: parallel MLPs, or the linears of a list.
-        firsts: the calls of the first linear of each.
-        listed: whether they are a list's.
-    """
+    """What there is to measure of parallel MLPs, or of a list where ``listed``. None where nothing
+    says that they do not wait for each other, or what they are given; ``firsts`` are the calls of
+    the first linear of each."""
     if not one.parallel_mlps:
         return None
     depth = len(one.parallel_mlps[0].linears)

@@ -20,7 +20,7 @@ from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.grouped.lists.fuse import OWN_INPUTS, PARTS, SHARED, fused_list
 from fastlinear.rewrite.rules.grouped.lists.traced import LISTS, Lists
-from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing, why_not_called
+from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing
 from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import LISTS as BY_LISTS
 from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import Way
 from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import (
@@ -94,9 +94,9 @@ def _full(fqn: str, name: str) -> str:
 def _chain(session: Session, fqn: str, group: Abreast, traced: Fusable) -> Fusion | str:
     """One call, or why they are left alone."""
     full = [_full(fqn, name) for name in group.names]
-    why = why_not_called(session, full, lambda _: fqn)
-    if why is not None:
-        return why
+    for name in full:
+        if (why := session.why_not(name, fqn)) is not None:
+            return why
     members = tuple(session.candidates[name] for name in full)
     if not (_called_alike(members) and all_different(members)):
         return "its linears are called differently often, or share a weight"

@@ -5,7 +5,7 @@ It only matches; nothing here changes a model or measures anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -154,25 +154,12 @@ def _in(fqn: str, parallel_mlps: Iterable[ParallelMLP]) -> tuple[str, ...]:
     return tuple(_full(fqn, mlp.name) for mlp in parallel_mlps)
 
 
-def why_not_called(
-    session: Session, names: Iterable[str], caller: Callable[[str], str]
-) -> str | None:
-    """Why linears are no part of one call: one is no candidate, or others call it as well; None
-    where each is called by its ``caller`` alone."""
-    for name in names:
-        if name not in session.candidates:
-            return f"its linear {name!r} is left alone itself"
-        if session.sites[name].parent_fqn != caller(name):
-            return f"its linear {name!r} is called by another module as well"
-    return None
-
-
 def _chain(session: Session, fqn: str, group: Abreast, traced: Fusable) -> tuple[Fusion, Way] | str:
     """One call a layer and how, or why they are left alone."""
     full = [_full(fqn, name) for name in group.names]
-    why = why_not_called(session, full, lambda name: name.rpartition(".")[0])
-    if why is not None:
-        return why
+    for name in full:
+        if (why := session.why_not(name, name.rpartition(".")[0])) is not None:
+            return why
     backend, members = session.backends.get(NAME), tuple(session.candidates[n] for n in full)
     if not (one_pass(members) and all_different(members)):
         return "its towers are called with inputs of different shapes, or share a linear"
