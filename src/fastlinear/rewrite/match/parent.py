@@ -9,7 +9,7 @@ as it was when traced, and otherwise runs the class's own forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.fx
@@ -19,7 +19,7 @@ from fastlinear.profile.effects import class_forward
 from fastlinear.profile.graph import IN_PLACE, Observed, Ungraded, Untraceable, trace
 from fastlinear.rewrite.match.composed import composed
 from fastlinear.rewrite.match.eligible import Refusal, refuse_module
-from fastlinear.rewrite.match.links import Edit, Links, Run
+from fastlinear.rewrite.match.links import Edit, Links
 from fastlinear.rewrite.match.on_parameters import written_in
 from fastlinear.rewrite.match.order import may_run_twice
 from fastlinear.rewrite.swap.forwards import Forward
@@ -64,10 +64,6 @@ class Fusable:
     def flat(self, blocks: Mapping[str, Fusable], modules: Mapping[str, str]) -> Fusable:
         """The same with ``blocks`` as part of it."""
         return Fusable(self.parent, self.observed, self.graph, modules, blocks)
-
-    def runs(self, allowed: Container[str]) -> list[Run]:
-        """The chains among the ``allowed`` linears."""
-        return self.links.runs(allowed)
 
     def around(self, names: Iterable[str]) -> tuple[str, ...]:
         """The blocks that hold one of these modules."""

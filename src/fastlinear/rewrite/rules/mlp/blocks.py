@@ -88,7 +88,7 @@ class Blocks:
         while True:
             flat = own.flat(blocks, self._names(fqn, own, blocks))
             allowed = self._allowed(fqn, flat)
-            runs = [run for run in flat.runs(allowed) if not _in_one(run.linears, blocks)]
+            runs = [run for run in flat.links.runs(allowed) if not _in_one(run.linears, blocks)]
             held = {block: why for run in runs for block, why in self._held(fqn, flat, run)}
             if not held:
                 break

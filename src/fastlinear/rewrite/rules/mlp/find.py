@@ -70,7 +70,7 @@ def _in_parents(session: Session) -> Iterator[Fusion]:
             for fqn, c in candidates.items()
             if sites[fqn].parent_fqn == parent_fqn and (name := inside(parent_fqn, fqn)) is not None
         }
-        for run in fusable.runs(members):
+        for run in fusable.links.runs(members):
             run_of = tuple(members[name] for name in run.linears)
             yield in_forward(parent_fqn, parent, run_of, run, fusable, backend)
 
