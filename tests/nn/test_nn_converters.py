@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.rewrite.rules import gated
 from fastlinear.rewrite.rules.diagonal import modules as diagonal
+from fastlinear.rewrite.rules.gated import modules as gated
 
 K, H = 8, 12
 Change = Callable[[Any, Tensor], Tensor]

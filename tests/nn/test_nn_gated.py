@@ -17,7 +17,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.nn.recognised import Gated
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.rewrite.match.gated_module import recognise
+from fastlinear.rewrite.rules.gated.recognise import recognise
 
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 

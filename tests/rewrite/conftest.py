@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import gc
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from compiled_regions import torch_compile
 from graph_tape import TapeRecorder
-from rewrite_models import Clock, on_cuda
+from rewrite_models import Clock, FindingTimes, on_cuda
 
 from fastlinear.core.cost import Ceilings
 from fastlinear.core.timing import Ratio, Samples
 from fastlinear.dispatch import tune
 from fastlinear.profile import clock as profile_clock
-from fastlinear.rewrite.evaluate import chains, fusions, gates, groups, measure, site, try_graph
+from fastlinear.rewrite.evaluate import chains, findings, measure, site, try_graph
 from fastlinear.rewrite.evaluate import graphs as choose_graph
 from fastlinear.rewrite.evaluate import regions as choose_regions
+from fastlinear.rewrite.fusion import Fusion
+from fastlinear.rewrite.session import Times
 
 _graphed = importlib.import_module("fastlinear.nn.graphed")
 
@@ -33,15 +36,31 @@ def _what_stays() -> None:
 @pytest.fixture(autouse=True)
 def _known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring what the machine can do takes seconds and decides nothing here."""
-    for module, name in ((profile_clock, "ceilings"), (fusions, "measure_ceilings")):
+    for module, name in ((profile_clock, "ceilings"), (findings, "measure_ceilings")):
         monkeypatch.setattr(module, name, lambda *_: Ceilings(1e11, 1e10))
 
 
 @pytest.fixture
 def times_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that a test gives to parts are told as they are, however short the step really is."""
-    for module in (fusions, gates, groups):
-        monkeypatch.setattr(module, "of_the_step", lambda _, before, after, __: (before, after, ""))
+    monkeypatch.setattr(findings, "of_the_step", lambda _, before, after, __: (before, after, ""))
+
+
+@pytest.fixture
+def finding_times(monkeypatch: pytest.MonkeyPatch) -> FindingTimes:
+    """``finding_times(before, after)``: microseconds of a call that only a finding is measured
+    for."""
+
+    def set_times(before: Sequence[float], after: Sequence[float]) -> None:
+        given = {"before": before, "after": after}
+        samples = {n: Samples(n, tuple(us), "wall", 1, "clock") for n, us in given.items()}
+
+        def measured(_: object, fusion: Fusion, __: int) -> Times:
+            return findings.a_call(fusion, samples, fusion.calls.calls)
+
+        monkeypatch.setattr(findings, "measured", measured)
+
+    return set_times
 
 
 @pytest.fixture
@@ -60,7 +79,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, times_as_given: None) -> Clock:
                 n: Samples(n, (times.get(n, 100.0),) * 5, "wall", 1, "clock") for n in contenders
             }
 
-        for module in (tune, measure, site, groups, profile_clock):
+        for module in (tune, measure, site, profile_clock):
             monkeypatch.setattr(module, "interleave", interleave)
         step = None if (us := times.get("step")) is None else Ratio(100.0 / us, *(100.0 / us,) * 2)
         monkeypatch.setattr(chains, "on_the_step", lambda *_: step)  # else a chain alone decides

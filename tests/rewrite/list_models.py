@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlinear.ops.unequal_linear.op import explain
-from fastlinear.rewrite.swap import parallel_mlps_forward
+from fastlinear.rewrite.rules.grouped.parallel_mlps import forward as parallel_mlps_forward
 
 FAMILY = ("grouped_linear",)
 SIZES = ((8, 6), (5, 7), (12, 3), (8, 6), (3, 9))

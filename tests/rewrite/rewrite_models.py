@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Clock = Callable[[dict[str, float]], None]
+FindingTimes = Callable[[Sequence[float], Sequence[float]], None]
 
 
 def mlp() -> nn.Sequential:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import copy
+import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +20,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import fastlinear as fl
-from fastlinear.rewrite import finish, registry, swap
+from fastlinear import rewrite
+from fastlinear.rewrite import finish, registry, rules
 from fastlinear.rewrite.fusion import Fusion, InForward
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.rules.linear_dropout import dropout
@@ -26,7 +29,10 @@ from fastlinear.rewrite.swap.modules import is_rewritten
 
 CLOCK = {"cpp": 50.0, "onednn": 50.0, "whole_cpp": 50.0, "pieces": 50.0, "after": 50.0}
 """Times of the contenders of a clock on which a rewrite is faster."""
-_SWAP = Path(swap.__file__).parent
+_REWRITE = Path(rewrite.__file__).parent
+_FOUND = pkgutil.walk_packages(rules.__path__, f"{rules.__name__}.")
+EDITS = [edits, *(importlib.import_module(m.name) for m in _FOUND if m.name.endswith(".edit"))]
+"""The files whose functions say what takes the place of steps in a traced forward."""
 
 
 class _Holder(nn.Module):
@@ -267,7 +273,7 @@ ROUTES: dict[str, Route] = {
     "towers": Route(Towers, {"guard", "edit parallel_mlps", "call_parallel_mlps"}),
     "list": Route(Heads, {"guard", "unequal_linear", "call_list"}),
     "stacked weights": Route(stacked, {"guard", "grouped_linear"}),
-    "grouped convolution": Route(Convolution, {"grouped_forward", "grouped_linear"}),
+    "grouped convolution": Route(Convolution, {"grouped/modules/forward", "grouped_linear"}),
     "graphs": Route(alone, {"graph_forward"}, {"families": (), "graphs": True}),
     "compiled": Route(alone, {"compiled_forward"}, {"families": (), "compile": True}),
 }
@@ -327,12 +333,12 @@ def swapped(model: nn.Module) -> list[str]:
 def exercised(route: Rewritten) -> set[str]:
     """As ``Route.exercises``: what the rewritten model has, and one call of it runs."""
     forwards = [route.model.get_submodule(name).forward for name in swapped(route.model)]
-    made = {Path(f.__func__.__code__.co_filename).stem for f in forwards}
+    made = {_file(Path(f.__func__.__code__.co_filename)) for f in forwards}
     wrapped = {type(f).__module__.rpartition(".")[2] for f in forwards}
     found: set[str] = set()
 
     def look(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(str(_SWAP)):
+        if event == "call" and frame.f_code.co_filename.startswith(str(_REWRITE)):
             found.add(frame.f_code.co_qualname.partition(".")[0])
 
     sys.setprofile(look)
@@ -353,10 +359,11 @@ def way(fusion: Fusion) -> str:
 
 def ways() -> Iterator[str]:
     """All that there are, but for the edit of pairs, which are no fusions."""
-    for name, made in vars(edits).items():
-        own = getattr(made, "__module__", "") == edits.__name__ and not name.startswith("_")
-        if own and name != "linear":
-            yield f"edit {name}"
+    for module in EDITS:
+        for name, made in vars(module).items():
+            own = getattr(made, "__module__", "") == module.__name__ and not name.startswith("_")
+            if own and name != "linear":
+                yield f"edit {name}"
     for kind in get_args(get_type_hints(Fusion)["forward"]):
         if kind not in (InForward, type(None)):
             yield kind.__name__
@@ -366,18 +373,24 @@ def discovered() -> set[str]:
     """All there is to exercise: the files that make forwards, the rules, and what forwards built of
     traces call."""
     return {
-        *(rule.name for rule in registry.RULES if rule.rewrites and rule.name not in UNSERVED),
+        *({name for rule in registry.RULES if rule.rewrites for name in rule.names} - UNSERVED),
         *makers(),
         "through blocks",
         *(set(ways()) - UNSERVED),
-        *(name for name in vars(edits) if name.startswith("call_")),
+        *(name for module in EDITS for name in vars(module) if name.startswith("call_")),
     }
+
+
+def _file(path: Path) -> str:
+    """A file by its name, one of a rule with the rule's."""
+    inside = path.relative_to(_REWRITE).with_suffix("").parts
+    return "/".join(inside[1:]) if inside[0] == "rules" else path.stem
 
 
 def makers() -> Iterator[str]:
     """The files in which a function makes a function ``forward``, and those of what is bound in
     its place."""
-    for file in _SWAP.parent.rglob("*.py"):
+    for file in _REWRITE.rglob("*.py"):
         tree = ast.parse(file.read_text())
         for outer in ast.walk(tree):
             inner = outer.body if isinstance(outer, ast.FunctionDef | ast.ClassDef) else ()
@@ -385,4 +398,4 @@ def makers() -> Iterator[str]:
             bases = outer.bases if isinstance(outer, ast.ClassDef) else ()
             bound = any(isinstance(b, ast.Name) and b.id == "Bound" for b in bases)
             if bound or (isinstance(outer, ast.FunctionDef) and "forward" in names):
-                yield file.stem
+                yield _file(file)

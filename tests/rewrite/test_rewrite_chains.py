@@ -55,7 +55,7 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def alone(chain: Fusion) -> Any:
     """The Sequential's forward with this chain as one call."""
     assert isinstance(chain.forward, InSequential)
-    return sequential_forward([(chain.forward.segment, chain.backend)], chain.module)
+    return sequential_forward([(chain.forward.segment, chain.dispatch.backend)], chain.module)
 
 
 def matched(model: nn.Module, x: torch.Tensor) -> list[Fusion]:

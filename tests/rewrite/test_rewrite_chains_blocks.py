@@ -20,6 +20,7 @@ from fastlinear.core.timing import Samples
 from fastlinear.rewrite.evaluate import chains, site
 from fastlinear.rewrite.evaluate.swaps import swaps_of
 from fastlinear.rewrite.fusion import Fusion, InForward
+from fastlinear.rewrite.rules.mlp import findings
 from fastlinear.rewrite.swap import forwards
 from fastlinear.rewrite.swap.modules import SwapSet
 
@@ -383,8 +384,9 @@ def test_where_a_chain_stops_is_a_finding_with_its_reason(name: str) -> None:
     model = make().train(mode == "train")
     work, found = prepared(model, mode)
     assert not any(set(ends) <= set(c.names) for c in found)
-    importlib.import_module("fastlinear.rewrite.evaluate.blocks").find(work)
-    (finding,) = [f for f in work.profile.findings if f.code == "chain_stopped"]
+    (told,) = findings(work.session)
+    finding = told.finding
+    assert finding.code == "chain_stopped"
     assert [s[:2] for s in finding.details["stops"]][:1] == [list(ends)]
     assert reason in finding.message
     assert finding.flops > 0
@@ -393,14 +395,14 @@ def test_where_a_chain_stops_is_a_finding_with_its_reason(name: str) -> None:
 @pytest.mark.parametrize("name", ["blocks in a list", "three levels", "one block"])
 def test_a_whole_chain_is_no_finding(name: str) -> None:
     work, _ = prepared(MODELS[name][0]().eval())
-    assert not work.stopped
+    assert not findings(work.session)
 
 
 def test_a_block_with_a_norm_is_no_part_of_a_chain_that_stops() -> None:
     model = nn.Sequential(relu(), nn.Sequential(nn.LayerNorm(6), *relu()), relu()).eval()
     model[1].register_forward_hook(lambda *_: None)
     work, _ = prepared(model)
-    assert not work.stopped
+    assert not findings(work.session)
 
 
 @pytest.fixture

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.core.timing import Samples
 from fastlinear.report import page
-from fastlinear.rewrite.evaluate import chains, gates
+from fastlinear.rewrite.evaluate import chains
 
 FAST = {"onednn": 50.0, "cpp": 50.0, "pieces": 50.0, "after": 50.0}
 K, H = 64, 96
@@ -56,16 +55,6 @@ def by_code(result: Any) -> dict[str, Any]:
     return {f.code: f for f in result.findings if f.fqn.startswith("1")}
 
 
-def gated_times(monkeypatch: pytest.MonkeyPatch, before: float, after: float) -> None:
-    """What a gated MLP takes as it is and as one call, where that is only measured."""
-
-    def times(*_: object) -> tuple[Samples, Samples]:
-        return tuple(Samples(n, (us,) * 5, "wall", 1, "clock") for n, us in given)  # type: ignore[return-value]
-
-    given = (("before", before), ("after", after))
-    monkeypatch.setattr(gates, "_times", times)
-
-
 @pytest.mark.parametrize("make", [LlamaMLP, Inline])
 def test_a_gated_mlp_that_is_kept_claims_what_its_linears_would(make: Any, clock: Any) -> None:
     clock(FAST)
@@ -90,9 +79,9 @@ def test_a_gated_mlp_that_is_kept_claims_what_its_linears_would(make: Any, clock
 @pytest.mark.usefixtures("times_as_given")
 @pytest.mark.parametrize("after", [50.0, 100.0])
 def test_one_that_is_only_advised_claims_it_where_it_is_faster(
-    after: float, monkeypatch: pytest.MonkeyPatch
+    after: float, finding_times: Any
 ) -> None:
-    gated_times(monkeypatch, 100.0, after)
+    finding_times((100.0,) * 5, (after,) * 5)
     found = by_code(optimized(LlamaMLP(), filter_fn=lambda *_: False))
     gated, pair = found["gated_mlp"], found["linear_activation"]
     assert gated.predicted_gain_us == 100.0 - after
@@ -105,11 +94,11 @@ def test_one_that_is_only_advised_claims_it_where_it_is_faster(
 
 @pytest.mark.parametrize("every", [True, False])
 def test_what_linears_save_one_by_one_is_no_gain_of_one_call(
-    every: bool, clock: Any, monkeypatch: pytest.MonkeyPatch
+    every: bool, clock: Any, finding_times: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock(FAST)
-    gated_times(monkeypatch, 200.0, 80.0)
-    monkeypatch.setattr(chains, "gated_chains", lambda *_: [])
+    finding_times((200.0,) * 5, (80.0,) * 5)
+    monkeypatch.setattr(chains, "match", lambda *_: [])
     result = optimized(LlamaMLP(), filter_fn=lambda _, fqn: every or fqn.endswith("gate_proj"))
     kept = {s.fqn for s in result.sites if (s.rule, s.status) == ("linear_act", "kept")}
     assert len(kept) == (3 if every else 1)

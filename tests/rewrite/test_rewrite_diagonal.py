@@ -13,11 +13,13 @@ from rewrite_models import Clock
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.rewrite.evaluate import fusions
+from fastlinear.core.timing import Ratio
+from fastlinear.rewrite.evaluate import findings
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.rules.diagonal import modules as rule
 from fastlinear.rewrite.rules.diagonal.find import of_sequence
 from fastlinear.rewrite.rules.diagonal.sequences import Watch
+from fastlinear.rewrite.session import Times
 
 
 class LayerScale(nn.Module):
@@ -303,10 +305,11 @@ def test_whole_modules_come_before_sequences_in_them(monkeypatch: pytest.MonkeyP
     model = nn.Sequential(Squared(64), Quick(64), InPlace(64), Shaped())
     asked: list[Fusion] = []
 
-    def times(_: object, fusion: Fusion, __: int) -> None:
+    def measured(_: object, fusion: Fusion, __: int) -> Times:
         asked.append(fusion)
+        return Times(1.0, 1.0, Ratio(1.0, 1.0, 1.0))
 
-    monkeypatch.setattr(fusions, "_times", times)
+    monkeypatch.setattr(findings, "measured", measured)
     config = fl.Config(mode="inference", tune=False, families=("diagonal_linear",))
     fl.optimize_(model, torch.randn(2, 5, 64), config=config).revert()
     kinds = {f.fqn: f.report.details["kind"] for f in asked if f.report is not None}

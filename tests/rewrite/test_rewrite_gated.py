@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fastlinear as fl
 from fastlinear.core.device import is_wide_amd
 from fastlinear.report import page
-from fastlinear.rewrite.rules import gated as rule
+from fastlinear.rewrite.rules.gated import modules as rule
 
 
 class Block(nn.Module):
@@ -110,16 +110,9 @@ def test_findings_say_what_is_avoidable(mode: str) -> None:
 
 
 @pytest.mark.usefixtures("times_as_given")
-def test_a_finding_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finding_is_made_of_what_was_measured(finding_times: Any) -> None:
     """With times that are given, the finding is certain."""
-    from fastlinear.core.timing import Samples
-    from fastlinear.rewrite.evaluate import gates
-
-    def times(*_: object) -> tuple[Samples, Samples]:
-        slow = Samples("before", (100.0, 101.0, 102.0), "wall", 1, "clock")
-        return slow, Samples("after", (50.0, 51.0, 52.0), "wall", 1, "clock")
-
-    monkeypatch.setattr(gates, "_times", times)
+    finding_times((100.0, 101.0, 102.0), (50.0, 51.0, 52.0))
     config = fl.Config(tune=False, draws=1, time_budget_s=20.0)
     left = lambda *_: False  # noqa: E731
     result = fl.optimize_(Model().eval(), torch.randn(16, 64), config=config, filter_fn=left)
@@ -141,16 +134,9 @@ def test_a_finding_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch)
     ("after", "word"), [((50.0, 52.0, 51.0), "as fast"), ((100.0, 101.0, 102.0), "faster")]
 )
 def test_what_is_not_faster_is_told_as_well(
-    after: tuple[float, ...], word: str, monkeypatch: pytest.MonkeyPatch
+    after: tuple[float, ...], word: str, finding_times: Any
 ) -> None:
-    from fastlinear.core.timing import Samples
-    from fastlinear.rewrite.evaluate import gates
-
-    def times(*_: object) -> tuple[Samples, Samples]:
-        fast = Samples("before", (50.0, 51.0, 52.0), "wall", 1, "clock")
-        return fast, Samples("after", after, "wall", 1, "clock")
-
-    monkeypatch.setattr(gates, "_times", times)
+    finding_times((50.0, 51.0, 52.0), after)
     config = fl.Config(tune=False, draws=1, time_budget_s=20.0)
     result = fl.optimize_(Model().eval(), torch.randn(16, 64), config=config)
     found = {f.fqn: f for f in result.findings if f.code == "gated_mlp"}
@@ -179,15 +165,8 @@ def kept_bytes(model: nn.Module, x: Tensor, mode: str = "train") -> dict[str, An
 
 
 @pytest.mark.usefixtures("times_as_given")
-def test_findings_say_what_training_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastlinear.core.timing import Samples
-    from fastlinear.rewrite.evaluate import gates
-
-    def times(*_: object) -> tuple[Samples, Samples]:
-        alike = Samples("before", (50.0, 51.0, 52.0), "wall", 1, "clock")
-        return alike, alike
-
-    monkeypatch.setattr(gates, "_times", times)
+def test_findings_say_what_training_keeps(finding_times: Any) -> None:
+    finding_times((50.0, 51.0, 52.0), (50.0, 51.0, 52.0))
     k, h, rows, size = 64, 96, 16, 4 * 16
     x = torch.randn(rows, k)
     own = "PyTorch's own autograd"
@@ -257,7 +236,7 @@ EAGER = {"forward": "eager", "backward": "eager"}
 def test_passes_follow_from_activation_and_backend(
     activation: str, backend: str, glu: bool, inference: int, train: int
 ) -> None:
-    from fastlinear.rewrite.rules import gated_passes as passes
+    from fastlinear.rewrite.rules.gated import passes
 
     forward, both = {"forward": backend}, dict.fromkeys(EAGER, backend)
     assert passes.moved(activation, forward, train=False, down=True, glu=glu) == inference
@@ -267,7 +246,7 @@ def test_passes_follow_from_activation_and_backend(
 
 
 def test_words_say_what_is_fused() -> None:
-    from fastlinear.rewrite.rules.gated_passes import words
+    from fastlinear.rewrite.rules.gated.passes import words
 
     assert words("silu", {"forward": "onednn"}, train=False) == (
         "silu is in the epilogue of the gate's product and the product of the halves in the up "
@@ -299,7 +278,7 @@ def optimized(model: nn.Module, x: Any, mode: str = "inference", **how: Any) -> 
 
 def calls_of_gated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The functions that rewritten modules call from here on."""
-    from fastlinear.rewrite.swap import gated_forward
+    from fastlinear.rewrite.rules.gated import forward as gated_forward
 
     seen: list[str] = []
     real = gated_forward.call
@@ -517,7 +496,7 @@ def test_a_slower_call_is_not_kept(clock: Any) -> None:
 
 def test_a_wrong_call_is_not_kept(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The verification that the tests above rely on fails where the numbers are wrong."""
-    from fastlinear.rewrite.swap import gated_forward
+    from fastlinear.rewrite.rules.gated import forward as gated_forward
 
     clock(FAST)
     for name in ("call", "gated_mlp"):  # the second where a mode of torch's functions is on

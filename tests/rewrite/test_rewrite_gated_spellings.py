@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.core.function_mode import KnowingMode
-from fastlinear.rewrite.swap import gated_forward
+from fastlinear.rewrite.rules.gated import forward as gated_forward
 
 FAST = {"onednn": 50.0, "cpp": 50.0, "pieces": 50.0, "after": 50.0}
 K, H = 32, 96

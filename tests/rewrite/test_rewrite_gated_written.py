@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.rewrite.swap import gated_forward
+from fastlinear.rewrite.rules.gated import forward as gated_forward
 
 FAST = {"onednn": 50.0, "cpp": 50.0, "pieces": 50.0, "after": 50.0}
 K, H = 64, 96

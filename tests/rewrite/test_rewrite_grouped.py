@@ -10,8 +10,8 @@ from grouped_models import ByEinsum, ByVmap, Loop, Multichannel, Stack
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.rewrite.rules import grouped as rule
-from fastlinear.rewrite.rules import grouped_modules as modules
+from fastlinear.rewrite.rules.grouped.modules import recognise as modules
+from fastlinear.rewrite.rules.grouped.rows import observed as rule
 
 
 class Heads(nn.Module):
@@ -69,19 +69,20 @@ def watched(model: nn.Module, x: Tensor) -> list[rule.Row]:
     """The rows that optimize_'s run of the model shows."""
     from fastlinear.core.progress import silent
     from fastlinear.profile.capture import capture
-    from fastlinear.rewrite.evaluate import groups_watch
+    from fastlinear.rewrite.rules.grouped import watch
 
     class Stub:
         pass
 
-    work: Any = Stub()
-    work.model = model
-    work.profile, _ = capture(
+    session: Any = Stub()
+    session.model = model
+    profile, _ = capture(
         *(model, x, "inference"), loss_fn=None, steps=1, progress=silent, samples=False
     )
-    work.step = lambda _: model(x.clone())
+    session.sites = {site.fqn: site for site in profile.sites}
+    session.step = lambda _: model(x.clone())
     linears = rule.plain_linears(model)
-    return rule.rows(groups_watch._run(work, linears, {})[0], linears)
+    return rule.rows(watch._run(session, linears, {})[0], linears)
 
 
 def test_layers_on_parts_of_one_tensor_and_on_one_tensor() -> None:

@@ -41,7 +41,7 @@ CASES = {
 
 def calls_of_grouped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The layouts that rewritten modules call with from here on."""
-    from fastlinear.rewrite.swap import grouped_forward
+    from fastlinear.rewrite.rules.grouped.modules import forward as grouped_forward
 
     seen: list[str] = []
     real = grouped_forward.call
@@ -390,7 +390,7 @@ def test_a_slower_call_is_not_kept(clock: Any) -> None:
 @pytest.mark.parametrize("name", ["convolutions", "loop", "bmm"])
 def test_a_wrong_call_is_not_kept(name: str, clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The verification that the tests above rely on fails where the numbers are wrong."""
-    from fastlinear.rewrite.swap import grouped_forward
+    from fastlinear.rewrite.rules.grouped.modules import forward as grouped_forward
 
     clock(FAST)
     for function in ("call", "grouped_linear"):  # the second where a function mode is on

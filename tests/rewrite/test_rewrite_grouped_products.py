@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.rewrite.evaluate import groups_products
+from fastlinear.rewrite.rules.grouped import products
 
 G, K, N = 3, 5, 4
 
@@ -72,20 +73,22 @@ def test_they_are_findings_with_the_reason(name: str, mode: str, clock: Any) -> 
     assert "'0.w' amid other work" in told.message
     assert f"layout={layout!r}" in told.message
     assert ("transpose" in told.message) == turned
-    assert f"leaves it alone: {groups_products.WHY}" in told.message
+    assert f"leaves it alone: {products.WHY}" in told.message
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_measured_is_the_same_product(name: str) -> None:
     make, turned, shape, _ = CASES[name]
     model, x = make(turned), torch.randn(shape)
-    with groups_products.Products(model) as seen, torch.no_grad():
+    with products.Products(model) as seen, torch.no_grad():
         model(x)
         model(x)
     (product,) = seen.found.values()
     assert product.calls == 2
-    unit = groups_products.of_product(model, product)
-    torch.testing.assert_close(*unit.before(), *unit.after())
+    session = SimpleNamespace(model=model, train=False)
+    fusion = products.of_product(session, product)
+    assert fusion is not None
+    torch.testing.assert_close(fusion.after(product.x), fusion.before(product.x))
 
 
 class Others(Amid):
@@ -99,6 +102,6 @@ class Others(Amid):
 
 def test_other_products_are_passed_over() -> None:
     model = Others(False)
-    with groups_products.Products(model) as seen:
+    with products.Products(model) as seen:
         model(torch.randn(7, G, K))
     assert not seen.found

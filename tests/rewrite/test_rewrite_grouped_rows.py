@@ -24,7 +24,8 @@ FAMILY = ("grouped_linear",)
 
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers every rewritten call computes together from here on."""
-    from fastlinear.rewrite.swap import parts, row_forward
+    from fastlinear.rewrite.rules.grouped.rows import forward as row_forward
+    from fastlinear.rewrite.rules.grouped.rows import loop_forward as parts
 
     seen: list[int] = []
 
@@ -97,7 +98,7 @@ def test_frozen_layers_stay_without_gradients(clock: Any) -> None:
     plain = copy.deepcopy(model)
     assert optimized(model, x, "train", families=FAMILY).kept == 3
     same_results(model, plain, x)
-    from fastlinear.rewrite.swap.row_forward import call_row
+    from fastlinear.rewrite.rules.grouped.rows.forward import call_row
 
     ys = call_row(model[0], ("to_q", "to_k", "to_v"), x)
     assert [y.requires_grad for y in ys] == [True, False, True]
@@ -258,12 +259,13 @@ def test_chunks_of_rows_are_left_alone(clock: Any) -> None:
 
 def test_what_is_written_between_layers_is_looked_at() -> None:
     from fastlinear.profile.graph import Observed, trace
-    from fastlinear.rewrite.match.rows import rows_of
+    from fastlinear.rewrite.match.links import Links
+    from fastlinear.rewrite.rules.grouped.rows.traced import rows_of
 
     def found(model: nn.Module) -> list[tuple[str, ...]]:
         graph = trace(model, Observed.of((torch.randn(2, 8),), {}), runnable=True)
-        linears = {n.target: n for n in graph.nodes if n.op == "call_module"}
-        return rows_of(model, graph.nodes, linears, linears)
+        links = Links(model, graph, {})
+        return rows_of(links, links.layers)
 
     assert found(Heads()) == [tuple(f"heads.{i}" for i in range(4))]
     assert found(Written()) == []
@@ -367,7 +369,7 @@ def test_slower_and_wrong_calls_are_not_kept(clock: Any, monkeypatch: pytest.Mon
     assert result.kept == 0
     assert any("one call is" in note for note in result.notes)
     clock(FAST)
-    from fastlinear.rewrite.swap import row_forward
+    from fastlinear.rewrite.rules.grouped.rows import forward as row_forward
 
     real = row_forward.linear_act
     wrong = lambda *a, **how: real(*a, **how) * 1.001  # noqa: E731

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastlinear as fl
-from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.rules.linear_dropout import dropout
+from fastlinear.rewrite.site_outcome import SiteOutcome
 
 pytestmark = pytest.mark.skipif(dropout.reason_not() is not None, reason=str(dropout.reason_not()))
 X = torch.randn(64, 48)

@@ -32,7 +32,8 @@ from list_models import (
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.rewrite.swap import list_forward, parallel_mlps_forward
+from fastlinear.rewrite.rules.grouped.lists import forward as list_forward
+from fastlinear.rewrite.rules.grouped.parallel_mlps import forward as parallel_mlps_forward
 
 pytestmark = pytest.mark.skipif(not TOGETHER, reason="unequal_linear has no kernels here")
 

@@ -18,7 +18,7 @@ from torch import nn
 from fastlinear.core import memory
 from fastlinear.core.errors import InputError
 from fastlinear.core.settings import Config
-from fastlinear.rewrite import apply_, optimize_
+from fastlinear.rewrite import apply_, optimize_, registry
 from fastlinear.rewrite.evaluate import measure, site, try_compiled
 from fastlinear.rewrite.survey import profile
 from fastlinear.rewrite.verify import model as verify
@@ -131,10 +131,9 @@ def test_memory_that_runs_out_in_a_trial(
 
 
 def test_memory_that_runs_out_while_more_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    survey = sys.modules["fastlinear.rewrite.survey"]
-    for module in (optimizing, survey):
-        monkeypatch.setattr(module, "FINDS", (out_of_memory,))
-    result = optimize_(mlp().eval(), X, config=Config(draws=1, families=()))
+    (rule,) = (rule for rule in registry.RULES if rule.name == "experts")
+    monkeypatch.setattr(registry, "RULES", (replace(rule, findings=out_of_memory),))
+    result = optimize_(mlp().eval(), X, config=Config(draws=1, families=(rule.family,)))
     assert any("looking for more ended early, out of memory" in n for n in result.notes)
     assert profile(mlp().eval(), X).sites
 

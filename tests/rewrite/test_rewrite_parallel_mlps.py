@@ -16,8 +16,8 @@ import fastlinear as fl
 from fastlinear.dispatch import tune
 from fastlinear.ops.unequal_linear.op import explain
 from fastlinear.rewrite.evaluate import measure
-from fastlinear.rewrite.rules import grouped_parallel_mlps
-from fastlinear.rewrite.swap import parallel_mlps_forward
+from fastlinear.rewrite.rules.grouped.parallel_mlps import find as grouped_parallel_mlps
+from fastlinear.rewrite.rules.grouped.parallel_mlps import forward as parallel_mlps_forward
 
 FAMILY = ("grouped_linear",)
 (_CHOICE,) = explain([torch.ones(2, 8)] * 2, [torch.ones(8, 8)] * 2).choices

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.core.timing import Samples
-from fastlinear.rewrite.evaluate import gates, groups
+from fastlinear.rewrite.evaluate import findings, site
 from fastlinear.rewrite.evaluate.of_the_step import SCALED, of_the_step
 
 
@@ -63,8 +63,7 @@ def test_findings_stay_within_the_step(
         times = {"before": 1e6, "after": 5e5}
         return {n: Samples(n, (times[n],) * 5, "wall", 1, "clock") for n in contenders}
 
-    for module in (gates, groups):
-        monkeypatch.setattr(module, "interleave", interleave)
+    monkeypatch.setattr(site, "interleave", interleave)
     config = fl.Config(mode=mode, draws=1, tune=False, optimizer_steps=1, time_budget_s=5.0)
     result = fl.optimize_(make(), torch.randn(9, 32 if make is Gated else 8), config=config,
                           filter_fn=lambda *_: False)  # fmt: skip
@@ -91,14 +90,14 @@ def test_only_gradients_that_the_model_takes_are_measured(
     first = nn.Linear(32, 32).requires_grad_(not frozen)
     model = nn.Sequential(first, Gated())
     config = fl.Config(mode="train", draws=1, tune=False, optimizer_steps=1, time_budget_s=5.0)
-    real_measured = gates._measured
+    real_measured = findings.measured
 
     def measured(*given: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(torch.autograd, "grad", grad)
             return real_measured(*given)
 
-    monkeypatch.setattr(gates, "_measured", measured)
+    monkeypatch.setattr(findings, "measured", measured)
     fl.optimize_(model, torch.randn(9, 32), config=config, filter_fn=lambda *_: False)
     assert set(wanted) == {6 if frozen else 7}
 
@@ -122,3 +121,40 @@ def test_layers_of_different_sizes_with_one_fate_are_one_row(clock: Any) -> None
     sites = [replace(s, problem={"n": i}) for i, s in enumerate(result.sites)]
     kept = [replace(s, status="kept", before_us=1.0, after_us=0.5, speedup=2.0) for s in sites]
     assert "alike" not in replace(result, sites=tuple(kept)).table(width=200)
+
+
+class Loop(nn.Module):
+    """A loop over the parts of a tensor, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projs = nn.ModuleList(nn.Linear(8, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.chunk(x, len(self.projs), -1)
+        return torch.cat([proj(part) for proj, part in zip(self.projs, parts, strict=True)], -1)
+
+
+@pytest.mark.parametrize("after", [50.0, 150.0])
+@pytest.mark.parametrize(("make", "code"), [(Gated, "gated_mlp"), (Loop, "grouped_linear")])
+def test_what_was_tried_is_told_by_the_times_that_decided(
+    make: Any, code: str, after: float, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({"onednn": 50.0, "cpp": 50.0, "pieces": 50.0, "after": after, "step": after})
+    asked: list[Any] = []
+    real = findings.measured
+
+    def measured(work: Any, fusion: Any, left: int) -> Any:
+        asked.append(fusion)
+        return real(work, fusion, left)
+
+    monkeypatch.setattr(findings, "measured", measured)
+    result = fl.optimize_(make(), torch.randn(9, 32), config=fl.Config(draws=1, families=(code,)))
+    assert not asked
+    found = [f for f in result.findings if f.code == code]
+    assert bool(result.kept) is (after < 100.0)
+    assert bool(found) is (after < 100.0 or make is Gated), "groups are told where they are faster"
+    for f in found:
+        assert (
+            f"100.0 us a call, {after:.1f} us" in f.message or f"100.0 us, {after:.1f}" in f.message
+        )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fastlinear as fl
 from fastlinear.core.errors import InputError
 from fastlinear.profile.report import ProfileReport
+from fastlinear.rewrite import registry
 
 
 class GLU(nn.Module):
@@ -42,9 +43,9 @@ def state(model: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("amid", [True, False])
 @pytest.mark.parametrize(("name", "act"), [("silu", F.silu), ("gelu", F.gelu)])
 def test_gated_mlps_are_findings(
-    name: str, act: Any, amid: bool, mode: str, monkeypatch: Any
+    name: str, act: Any, amid: bool, mode: str, finding_times: Any
 ) -> None:
-    gated_times(monkeypatch, 100.0, 60.0)
+    finding_times((100.0,) * 3, (60.0,) * 3)
     model = nn.Sequential(nn.Linear(32, 32), GLU(act, amid))
     before = state(model)
     report = fl.profile(model, torch.randn(20, 32), mode, steps=1)
@@ -62,16 +63,8 @@ def test_gated_mlps_are_findings(
     assert all("forward" not in vars(m) for m in model.modules())
 
 
-def gated_times(monkeypatch: pytest.MonkeyPatch, before: float, after: float) -> None:
-    from fastlinear.core.timing import Samples
-    from fastlinear.rewrite.evaluate import gates
-
-    times = [Samples(n, (t,) * 3, "wall", 1, "clock") for n, t in (("b", before), ("a", after))]
-    monkeypatch.setattr(gates, "_times", lambda *_: tuple(times))
-
-
-def test_one_that_is_not_rewritten_says_why(monkeypatch: Any) -> None:
-    gated_times(monkeypatch, 100.0, 60.0)
+def test_one_that_is_not_rewritten_says_why(finding_times: Any) -> None:
+    finding_times((100.0,) * 3, (60.0,) * 3)
     report = fl.profile(Decides(F.silu), torch.randn(20, 32), steps=1)
     (found,) = [f for f in report.findings if f.code == "gated_mlp"]
     assert "decides by a tensor's values" in found.message
@@ -124,7 +117,8 @@ def test_all_stages_are_told() -> None:
         progress=lambda *stage: told.append(stage),
     )
     assert isinstance(report, ProfileReport)
-    assert told[-1] == ("findings", 5, 5)
+    rules = len(registry.RULES)
+    assert told[-1] == ("findings", rules, rules)
 
 
 def test_the_random_state_is_left_as_it_was() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from fastlinear.core.timing import Ratio
 from fastlinear.profile.records import IN_PLACE, Finding
-from fastlinear.rewrite.outcome import SiteOutcome
+from fastlinear.rewrite.site_outcome import SiteOutcome
 from fastlinear.rewrite.table import render
 
 KEPT = SiteOutcome(

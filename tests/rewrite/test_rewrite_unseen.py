@@ -183,7 +183,7 @@ def test_results_of_frozen_layers_may_be_written_to(mode: str, clock: Any) -> No
 
 
 def test_parts_of_other_sizes_raise_as_they_do(clock: Any) -> None:
-    from fastlinear.rewrite.swap.parts import call_parts
+    from fastlinear.rewrite.rules.grouped.rows.loop_forward import call_parts
 
     model = nn.Module()
     model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))

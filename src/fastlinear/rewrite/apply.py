@@ -20,21 +20,20 @@ from fastlinear.rewrite import as_planned
 from fastlinear.rewrite import plan as plans
 from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.evaluate.chains import facts, members
-from fastlinear.rewrite.evaluate.chains import match as match_chains
 from fastlinear.rewrite.evaluate.compiled import choose_compiled
+from fastlinear.rewrite.evaluate.findings import match as match_fusions
 from fastlinear.rewrite.evaluate.graphs import choose_graph
 from fastlinear.rewrite.evaluate.keep_accurate import keep_accurate
 from fastlinear.rewrite.evaluate.out_of_memory import contained
 from fastlinear.rewrite.evaluate.swaps import swaps_of
 from fastlinear.rewrite.finish import finish
 from fastlinear.rewrite.fits import check_fits
-from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.candidate import OWN, Candidate
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.optimize import prepare, settle_left, watch
 from fastlinear.rewrite.plan import Plan, Rewrite
 from fastlinear.rewrite.remember import decisions_of, on_trial
 from fastlinear.rewrite.result import Result
-from fastlinear.rewrite.rules.grouped_chains import OWN
 from fastlinear.rewrite.swap.modules import SwapSet
 from fastlinear.rewrite.verify.inputs import from_specs
 from fastlinear.rewrite.verify.running import LossFn
@@ -139,7 +138,7 @@ def _planned(
     """The candidates the plan names. Raises PlanError when a site is no longer what it was."""
     asked = {r.fqn: (r.rule, r.parent_fqn) for r in plan.linears if r.route in ("chain", "own")}
     known = [c for c in candidates if c.fqn in asked]
-    chains = match_chains(work, known, {rule for rule, _ in asked.values()}) if asked else []
+    chains = match_fusions(work, known, {rule for rule, _ in asked.values()}) if asked else []
     chains = [c for c in chains if all(asked.get(name) == (c.rule, c.fqn) for name in c.names)]
     chained = {c.fqn: c for chain in chains for c in members(chain)}
     own = [c for c in chained.values() if c.kind == OWN]

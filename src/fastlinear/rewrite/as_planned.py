@@ -33,7 +33,7 @@ def notes(found: Mapping[str, str], rewrites: int) -> list[str]:
 def _other(c: Candidate, planned: Mapping[str, str]) -> str:
     problem, forced = c.problem, c.backend
     if c.chain is not None:
-        problem, forced = c.chain.problems[0], c.chain.backend
+        problem, forced = c.chain.problems[0], c.chain.dispatch.backend
     here = {choice.problem.piece: choice for choice in measure.choices(problem, forced)}
     told = []
     for piece, name in planned.items():

@@ -21,9 +21,9 @@ from fastlinear.rewrite.evaluate.try_compiled import RULE
 from fastlinear.rewrite.evaluate.try_graph import KeptGraph
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import linear_modules
-from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
 from fastlinear.rewrite.result import Result
+from fastlinear.rewrite.site_outcome import SiteOutcome
 from fastlinear.rewrite.swap.modules import SwapSet, is_rewritten
 from fastlinear.rewrite.verify.inputs import input_specs
 from fastlinear.rewrite.work import Work
@@ -140,7 +140,7 @@ def _rewrite(work: Work, c: Candidate) -> Rewrite:
         route=c.route,
         activation_fqn=c.activation_fqn,
         parent_fqn=c.parent_fqn,
-        backend=c.backend if c.chain is None else c.chain.backend,
+        backend=c.backend if c.chain is None else c.chain.dispatch.backend,
         problem=c.problem.to_json(),
         backends=work.outcomes[c.fqn].backends,
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastlinear.core.cost import Cost
 from fastlinear.core.problem import Problem
 from fastlinear.rewrite.match.calls import Results, SiteCalls
 from fastlinear.rewrite.match.links import Edit, Run
@@ -27,11 +28,13 @@ class InForward:
         fusable: the trace of that forward; all that is fused in it becomes one forward.
         edit: which of its steps the call replaces.
         within: linears whose blocks become part of that forward.
+        blocks: those blocks, by their names in the model.
     """
 
     fusable: Fusable
     edit: Edit
     within: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,23 +48,31 @@ class WholeForward:
     make: Callable[[], forwards.Forward]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What a finding says of a fusion.
 
     Attributes:
         title: a few words.
         message: microseconds of a call before and after → what is slow and what would help.
-        advice: what the reader puts in its place; None where ``optimize_`` may.
+        advice: what the reader puts in its place; None where ``optimize_`` alone may.
         details: further facts, JSON-ready.
-        note: what is said in brackets where it could not be measured; by default nothing.
+        words: what is seen, where it could not be measured; by default the title.
+        replace: the advice as a sentence behind the message, where it is not in place.
+        aside: what is to be said of ``optimize_`` where that leaves it alone.
+        cost: of one call, by default that of its first Problem.
+        covers: whether what other findings say to gain on its linears is part of its gain.
     """
 
     title: str
     message: Callable[[float, float], str]
     advice: str | None
     details: dict[str, Any]
-    note: str = ""
+    words: str = ""
+    replace: str = ""
+    aside: str = ""
+    cost: Cost | None = None
+    covers: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,24 @@ class InSequential:
     run: Run
 
 
+@dataclass(frozen=True, kw_only=True)
+class Dispatch:
+    """Which backends compute a fusion.
+
+    Attributes:
+        backend: a forced one, or None.
+        served: piece → backend, where dispatch has no say in it.
+        decided: the forward Problems that dispatch decides about, where those are not the fusion's.
+        eager_may_gain: whether it may gain though dispatch takes PyTorch's own path for its
+            products.
+    """
+
+    backend: str | None = None
+    served: dict[str, str] | None = None
+    decided: tuple[Problem, ...] = ()
+    eager_may_gain: bool = True
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Fusion:
     """A part of a model that one call computes.
@@ -88,8 +117,7 @@ class Fusion:
         names: theirs in the model; without members the modules that the call computes.
         calls: the inputs that were seen.
         problems: the forward Problem of each kind of call, the most frequent first.
-        decided: those that dispatch decides about; None where they are the same.
-        served: piece → backend, where dispatch has no say in it.
+        dispatch: which backends compute it.
         tensors: what is differentiated, by the names of its gradients; by default the parameters
             of the members, as ``"0.dW"``.
         layers: the model's own ops on x. Linears that are rewritten by themselves, by name, run as
@@ -100,14 +128,9 @@ class Fusion:
             the random numbers that ``layers`` draws. None where it is left to the reader.
         report: what a finding says of it, or None where there is none.
         forward: how it is put in place; None leaves it to the reader.
-        route: how it is rewritten, see ``plan.Rewrite``.
-        blocks: modules whose code becomes part of that forward, by name.
         activation: what is fused with each linear; None where each is as it is by itself.
-        final_activation: of a chain, after its last linear.
-        backend: a forced backend, or None.
+        whole: whether no smaller call may take some of its linears.
         competes: whether it may take linears of another call, where it is faster than that.
-        eager_may_gain: whether it may gain though dispatch takes PyTorch's own path for its
-            products.
         alike: what fusions with equal Problems must share to be timed once.
         reads: what several linears read, in words.
         what: what it is, in a sentence.
@@ -123,20 +146,15 @@ class Fusion:
     after: Callable[[Tensor], Results] = field(repr=False)
     members: tuple[Any, ...] = field(default=(), repr=False)
     names: tuple[str, ...] = ()
-    decided: tuple[Problem, ...] | None = field(default=None, repr=False)
-    served: dict[str, str] | None = None
+    dispatch: Dispatch = Dispatch()
     tensors: Mapping[str, Tensor] | None = field(default=None, repr=False)
     original: Callable[[Tensor], Results] | None = field(default=None, repr=False)
     exact: Callable[[Tensor, dict[str, Tensor]], Results] | None = field(default=None, repr=False)
     report: Report | None = field(default=None, repr=False)
     forward: InForward | WholeForward | InSequential | None = field(default=None, repr=False)
-    route: str = "chain"
-    blocks: tuple[str, ...] = ()
     activation: str | None = None
-    final_activation: str = "none"
-    backend: str | None = None
+    whole: bool = False
     competes: bool = True
-    eager_may_gain: bool = True
     alike: tuple[Any, ...] = ()
     reads: str = ""
     what: str = ""
@@ -162,7 +180,24 @@ class Fusion:
     @property
     def asked(self) -> tuple[Problem, ...]:
         """The forward Problems that dispatch decides about."""
-        return self.problems if self.decided is None else self.decided
+        if self.dispatch.served is not None:
+            return ()
+        return self.dispatch.decided or self.problems
+
+    @property
+    def route(self) -> str:
+        """How it is rewritten, see ``plan.Rewrite``."""
+        return "own" if any(c.module is self.module for c in self.members) else "chain"
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Modules whose code becomes part of its forward, by name."""
+        return self.forward.blocks if isinstance(self.forward, InForward) else ()
+
+    @property
+    def tried(self) -> tuple[str, tuple[str, ...]] | None:
+        """What tells it from every other fusion that may be put in place; None where it may not."""
+        return None if self.forward is None else (self.rule, self.names)
 
     @property
     def key(self) -> str:

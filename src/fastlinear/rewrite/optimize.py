@@ -19,16 +19,9 @@ from fastlinear.profile.capture import capture
 from fastlinear.profile.state import preserved
 from fastlinear.profile.step import check_model, device_of
 from fastlinear.profile.unfollowed import USED_BY_PARENT
-from fastlinear.rewrite.evaluate import (
-    activations_left,
-    blocks,
-    experts,
-    fusions,
-    gates,
-    groups,
-    measure,
-)
+from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.evaluate.compiled import choose_compiled
+from fastlinear.rewrite.evaluate.findings import find
 from fastlinear.rewrite.evaluate.graphs import choose_graph
 from fastlinear.rewrite.evaluate.keep_accurate import keep_accurate
 from fastlinear.rewrite.evaluate.keep_fast import keep_fast
@@ -45,8 +38,6 @@ from fastlinear.rewrite.verify.running import LossFn, Runner
 from fastlinear.rewrite.work import Work
 
 _PROFILED_STEPS = 3
-FINDS = (fusions.find, groups.find, experts.find, gates.find, blocks.find)
-"""What looks for linear-shaped work that is not rewritten."""
 _NOTHING_CODES = ("already_fastlinear", "already_rewritten", "not_called", "empty_input")
 
 
@@ -128,9 +119,7 @@ def optimize_(
         graph = compiled or graph
         inside = kept if graph is None else graph.kept
         contained(work, "tuning for more rows", lambda: tune_rows(work, inside), None)
-        for find in FINDS:
-            contained(work, "looking for more", partial(find, work), None)
-        activations_left.find(work)
+        find(work)
     return finish(work, kept, verdicts if kept else (), pair if kept else None, graph)
 
 

@@ -29,9 +29,8 @@ FORMAT = 1
 _MOST_BYTES = 64 << 20  # a site has about one KiB
 ROUTES = ("plain", "parent", "chain", "own", "graph", "compile")
 RULES = (
-    *("linear_act", "mlp", "gated_mlp", "grouped_linear", "unequal_linear"),
-    *("graphed", "compiled"),
-    *(rule.name for rule in registry.RULES if rule.rewrites),
+    *("linear_act", "graphed", "compiled"),
+    *(name for rule in registry.RULES if rule.rewrites for name in rule.names),
 )
 _WHOLE = {"graphed": "graph", "compiled": "compile"}  # rule → its only route, and no other's
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,10 +12,8 @@ from fastlinear.core.settings import Config
 from fastlinear.profile.capture import capture, check_arguments
 from fastlinear.profile.report import ProfileReport
 from fastlinear.profile.state import preserved
-from fastlinear.rewrite.evaluate import activations_left
-from fastlinear.rewrite.evaluate.chains import match
-from fastlinear.rewrite.evaluate.out_of_memory import contained
-from fastlinear.rewrite.optimize import FINDS, prepare
+from fastlinear.rewrite.evaluate.findings import find, match, session_of
+from fastlinear.rewrite.optimize import prepare
 from fastlinear.rewrite.verify.running import LossFn
 
 _BUDGET_S = 10.0  # of measuring, all findings together
@@ -78,10 +75,7 @@ def profile(
     work.profile = report
     with preserved(model, mode):
         candidates, _ = work.match(seen, None)
-        work.offered = frozenset(name for chain in match(work, candidates) for name in chain.names)
-        for i, find in enumerate(FINDS):
-            progress("findings", i, len(FINDS))
-            contained(work, "looking for more", partial(find, work), None)
-        activations_left.find(work)
-    progress("findings", len(FINDS), len(FINDS))
+        found = match(work, candidates)
+        session_of(work).offered = frozenset(name for fusion in found for name in fusion.names)
+        find(work, progress)
     return work.profile

@@ -11,7 +11,8 @@ from fastlinear.core.timing import Ratio
 from fastlinear.profile.records import Finding
 from fastlinear.profile.table import no_linears
 from fastlinear.report.text import step_of
-from fastlinear.rewrite.outcome import Outcome, SiteOutcome
+from fastlinear.rewrite.outcome import Outcome
+from fastlinear.rewrite.site_outcome import SiteOutcome
 
 _COLUMNS = ("module", "activation", ">calls", "backend")
 _TIMES = (">predicted gain µs", ">before µs", ">after µs", ">speed-up", "outcome")

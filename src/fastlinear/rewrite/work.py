@@ -9,17 +9,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress
 from fastlinear.core.settings import Config
-from fastlinear.core.timing import Ratio, Samples
+from fastlinear.core.timing import Samples
 from fastlinear.dispatch.confidence import doubt_of_pair, spread_of
 from fastlinear.dispatch.tune import BASELINE, Tuned
 from fastlinear.ops.common import cpp_build
 from fastlinear.profile.graph import Observed
 from fastlinear.profile.observe import Observation
+from fastlinear.profile.raised import told
 from fastlinear.profile.report import ProfileReport
 from fastlinear.profile.servable import without_collectives
 from fastlinear.profile.step import private_copy
@@ -27,10 +29,12 @@ from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import Refusal
+from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import FilterFn
-from fastlinear.rewrite.outcome import SiteOutcome
-from fastlinear.rewrite.rules import linear_act as rule
-from fastlinear.rewrite.rules import on_parameters
+from fastlinear.rewrite.rules.linear_act import find as rule
+from fastlinear.rewrite.rules.linear_act import on_parameters
+from fastlinear.rewrite.session import Session, Times
+from fastlinear.rewrite.site_outcome import SiteOutcome
 from fastlinear.rewrite.verify import model as verify
 from fastlinear.rewrite.verify.finite import NOT_FINITE, why_unproven
 from fastlinear.rewrite.verify.inputs import Call
@@ -38,7 +42,6 @@ from fastlinear.rewrite.verify.running import Ran, Runner, check_runs
 
 UNDECIDED = "undecided"
 """Status and code of what a disturbed measurement leaves open."""
-OFFERED = "optimize_ puts it in place by itself where the step gains"
 GROUP_DROPPED = "Faster alone, but the rewrite it belongs to was given up."
 
 
@@ -65,24 +68,13 @@ class Work:
             asked for.
         arguments: module → what its first call was given, tensors left out.
         filter_fn: the caller's say on every module; False leaves it alone.
-        groups: what a run shows of layers that could be one, once it was watched for that.
         traces: module → what the trace of its forward offers, or why there is none.
-        sequentials: the same of Sequentials, whose children are called one after the other.
-        stopped: where chains through several modules stop, and why, by module.
-        gated: the modules that are gated MLPs, once they were looked for.
-        gates: the gated MLPs in forwards that do more, once they were looked for.
-        gates_left: why gated MLPs may not become one call, by the first of their linears.
-        tried: chains by rule and first linear → microseconds a call of their layers and as one
-            call, and the ratio of these.
-        standing: the parallel MLPs of modules, those that are left alone too.
-        listed: the same of the linears of lists.
-        left_alone: why such layers are not rewritten, by the first of them.
+        session: what rules see of it, once they have looked.
+        tried: fusions, by rule and linears → times that decided about them.
+        timed: times of fusions measured for a finding, by kind.
+        left_alone: why linears are part of no fusion, by the first of them.
         compiled_s: how long this process had compiled C++ before.
-        fusions: what rule folders found that may be put in place.
-        timed: times before and after of fusions, by kind: they decide and are reported.
         disturbed: how far times spread in each measurement that leaves a site undecided.
-        offered: linears that ``optimize_`` would try as part of a larger call, where nothing is
-            rewritten but told alone.
     """
 
     model: nn.Module
@@ -104,22 +96,13 @@ class Work:
     compiled: dict[str, SiteOutcome] = field(default_factory=dict)
     arguments: dict[nn.Module, Observed] = field(default_factory=dict)
     filter_fn: FilterFn | None = None
-    groups: Any = None
-    traces: dict[str, Any] = field(default_factory=dict)
-    sequentials: dict[str, Any] = field(default_factory=dict)
-    stopped: Any = ()
-    gated: Any = None
-    gates: Any = None
-    gates_left: dict[str, str] = field(default_factory=dict)
-    tried: dict[tuple[str, str], tuple[float, float, Ratio]] = field(default_factory=dict)
-    standing: list[Any] = field(default_factory=list)
-    listed: list[Any] = field(default_factory=list)
+    traces: dict[str, Fusable | Refusal] = field(default_factory=dict)
+    session: Session | None = None
+    tried: dict[Any, Times] = field(default_factory=dict)
+    timed: dict[Any, Times] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
     compiled_s: float = field(default_factory=cpp_build.compiled_s)
-    fusions: list[Fusion] = field(default_factory=list)
-    timed: dict[Any, Any] = field(default_factory=dict)
     disturbed: list[float] = field(default_factory=list)
-    offered: frozenset[str] = frozenset()
 
     def own_call(self) -> Call:
         """The inputs copied: some models write to them."""
@@ -129,6 +112,13 @@ class Work:
         """One step of the model on such a copy. Raises InputError, which says ``doing``, where the
         model raises."""
         self.runner.told_step(self.model, self.own_call(), doing)
+
+    def forward(self, doing: str) -> None:
+        """The same without a backward."""
+        call = self.own_call()
+        train = self.runner.mode == "train"
+        with told(self.runner.function, self.model, doing), torch.set_grad_enabled(train):
+            self.model(*call.args, **call.kwargs)
 
     def run_once(self) -> None:
         """Run the model as it is, to compare with, and see whether its results show anything.
@@ -205,8 +195,3 @@ class Work:
         self.every, refused = on_parameters.match(*given, **how)
         self.arguments, self.filter_fn = seen.arguments, filter_fn
         return self.every, left | refused
-
-
-def in_words(ratio: Ratio) -> str:
-    """A speed-up with its 95% interval."""
-    return f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"

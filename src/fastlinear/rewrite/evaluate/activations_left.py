@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.outcome import SiteOutcome
+from fastlinear.rewrite.site_outcome import SiteOutcome
 from fastlinear.rewrite.work import Work
 
 TOLD = "activation left alone: "

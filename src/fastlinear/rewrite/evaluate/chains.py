@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.timing import Ratio, Samples, paired_ratio
 from fastlinear.dispatch.tune import BASELINE
 from fastlinear.ops.common import fastpath
-from fastlinear.ops.gated_mlp.problem import NAME as GATED
-from fastlinear.ops.grouped_linear.problem import NAME as GROUPED
-from fastlinear.rewrite import registry
-from fastlinear.rewrite.evaluate import fusions, measure, site
-from fastlinear.rewrite.evaluate.gates_match import gated_chains
-from fastlinear.rewrite.evaluate.groups_match import group_chains
+from fastlinear.rewrite.evaluate import measure, site
+from fastlinear.rewrite.evaluate.findings import a_call, match
 from fastlinear.rewrite.evaluate.not_measured import NO_TIME, budget_spent
 from fastlinear.rewrite.evaluate.of_the_step import on_the_step
 from fastlinear.rewrite.evaluate.out_of_memory import code_of
-from fastlinear.rewrite.evaluate.parents import offers
+from fastlinear.rewrite.finding import in_words
 from fastlinear.rewrite.fusion import Fusion
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.fused_lists import UNEQUAL
-from fastlinear.rewrite.rules import mlp
-from fastlinear.rewrite.rules.grouped_chains import OWN
+from fastlinear.rewrite.match.candidate import OWN, Candidate
 from fastlinear.rewrite.verify.finite import NOT_FINITE
-from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work, in_words
-
-_FAMILIES = (mlp.RULE, GATED, GROUPED)
-# UNEQUAL is no family of dispatch: settings say it of GROUPED. Rules name their own family.
-_EVERY = (*_FAMILIES, UNEQUAL, *(r.name for r in registry.RULES))
+from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work
 
 
 def choose_chains(
@@ -43,11 +31,10 @@ def choose_chains(
     Raises UnsupportedError when a forced backend can serve none of them.
     """
     chains = match(work, candidates)
-    for family in _FAMILIES:
-        forced = work.config.backends.get(family)
-        own = [chain for chain in chains if (chain.rule, chain.backend) == (family, forced)]
+    for family, forced in work.config.backends.items():
+        own = [c for c in chains if (c.rule, c.dispatch.backend) == (family, forced)]
         unable = [why for chain in own if (why := _cannot_serve(chain)) is not None]
-        if forced is not None and own and len(unable) == len(own):
+        if own and len(unable) == len(own):
             fail_forced(family, forced, unable[0])
     alone = {c.fqn: c for c in chosen}
     single = dict(alone)
@@ -67,6 +54,8 @@ def choose_chains(
         if key not in measured:
             measured[key] = _measure(work, chain, single, len(chains) - i)
         found = measured[key]
+        if found is not None:
+            work.tried[chain.tried] = a_call(chain, *found)
         if found is None or not _accurate(work, chain):
             continue
         if key not in steps and "layers" in found[0]:
@@ -88,28 +77,6 @@ def fail_forced(family: str, backend: str, why: str) -> NoReturn:
         why,
         "Leave backends out to let fastlinear choose.",
     )
-
-
-def match(
-    work: Work, candidates: list[Candidate], families: Container[str] = _EVERY
-) -> list[Fusion]:
-    """The chains among the model's candidates, and its other grouped layers, of the families that
-    may take part."""
-    known = {c.fqn: c for c in candidates}
-    sites = {s.fqn: s for s in work.profile.sites}
-    forced = work.config.backends.get
-    found: list[Fusion] = []
-    allowed = [name for name in _FAMILIES if name in families and work.allows(name)]
-    if mlp.RULE in allowed:
-        given = work.model, known, sites, work.arguments, partial(offers, work)
-        chains, work.stopped = mlp.match(*given, backend=forced(mlp.RULE))
-        found += chains
-    if GATED in allowed:
-        found += gated_chains(work, known, [name for chain in found for name in chain.names])
-    grouped = {name for name in (GROUPED, UNEQUAL) if name in families and work.allows(GROUPED)}
-    if grouped:
-        found += [c for c in group_chains(work, known, found) if c.rule in grouped]
-    return [*found, *(f for f in fusions.to_put_in_place(work, known) if f.rule in families)]
 
 
 def members(chain: Fusion) -> list[Candidate]:
@@ -176,7 +143,7 @@ def _in_the_way(chain: Fusion, single: dict[str, Candidate]) -> str | None:
     made part of one."""
     names = set(chain.names)
     for c in single.values():
-        if c.chain is not None and c.chain.rule == UNEQUAL and names < set(c.chain.names):
+        if c.chain is not None and c.chain.whole and names < set(c.chain.names):
             return f"its linears are part of a larger call, {c.chain.title}"
         if c.fqn in names and c.chain is not None and not chain.competes:
             return f"{c.fqn!r} is part of one call already, {c.chain.title}"
@@ -196,15 +163,15 @@ def backends_of(chain: Fusion) -> list[dict[str, str]]:
 
     Raises UnsupportedError when the forced backend cannot serve one.
     """
-    if chain.served is not None:
-        return [chain.served] * len(chain.problems)
-    return [measure.backends_of(p, chain.backend) for p in chain.problems]
+    if chain.dispatch.served is not None:
+        return [chain.dispatch.served] * len(chain.problems)
+    return [measure.backends_of(p, chain.dispatch.backend) for p in chain.problems]
 
 
 def _cannot_serve(chain: Fusion) -> str | None:
     try:
         for problem in chain.asked:
-            measure.backends_of(problem, chain.backend)
+            measure.backends_of(problem, chain.dispatch.backend)
     except UnsupportedError as error:
         return error.received
     return None
@@ -239,7 +206,7 @@ def _measure(
                 )
         chosen = backends_of(chain)
         own_path = all(set(b.values()) == {BASELINE} for b in chosen)
-        if own_path and not chain.eager_may_gain:
+        if own_path and not chain.dispatch.eager_may_gain:
             code, why = "not_faster", "PyTorch's own path is the choice for it"
             if doubt := work.doubt(q for p in chain.asked for q in measure.deciding(p)):
                 code, why = UNDECIDED, f"{why}; its measurement is in doubt: {doubt}"
@@ -248,9 +215,7 @@ def _measure(
         with work.budget:
             share = work.budget.share(4 * left, 2.0)
             with fastpath.patience(work.budget.left_s):
-                found = site.times(chain, runs, work.runner.device, share)
-            work.timed[chain.kind] = found[0]
-            return found
+                return site.times(chain, runs, work.runner.device, share)
     except fastpath.NotYetError:
         why = f"the compiled lookup was not there yet, and {budget_spent(work)}"
         code, why = NO_TIME, f"not measured: {why}"
@@ -306,10 +271,6 @@ def _gains(
         "speedup": ratio.median,
         "ci95": (ratio.low, ratio.high),
     }
-    before_us, after_us = (
-        times[n].median_us * passes / chain.calls.calls for n in ("before", "after")
-    )
-    work.tried[chain.rule, chain.key] = before_us, after_us, ratio
     for words, found in rivals.items():
         if not found.median > 1.0:
             text = words.format(in_words(found))

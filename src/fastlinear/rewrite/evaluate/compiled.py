@@ -21,7 +21,7 @@ from fastlinear.rewrite.evaluate.try_graph import (
 )
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import linear_modules
-from fastlinear.rewrite.outcome import SiteOutcome
+from fastlinear.rewrite.site_outcome import SiteOutcome
 from fastlinear.rewrite.swap.compiled_forward import DEFAULT, REDUCE_OVERHEAD
 from fastlinear.rewrite.swap.modules import Swap, SwapSet
 from fastlinear.rewrite.verify.finite import NOT_FINITE

@@ -20,10 +20,11 @@ from fastlinear.rewrite.evaluate.try_graph import (
     untouchable,
     within_memory,
 )
+from fastlinear.rewrite.finding import in_words
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.swap.modules import SwapSet
 from fastlinear.rewrite.verify.finite import NOT_FINITE
-from fastlinear.rewrite.work import Work, in_words
+from fastlinear.rewrite.work import Work
 
 _OTHER_WORK = 1.3  # of the device's time in the profile: replayed, the model does other work
 _NOR_ITS_PARTS = ("needs_cuda", "already_rewritten", NOT_FINITE)

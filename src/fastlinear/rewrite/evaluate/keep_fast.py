@@ -5,10 +5,11 @@ from __future__ import annotations
 from fastlinear.core.timing import Ratio
 from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.evaluate.swaps import swaps_of
+from fastlinear.rewrite.finding import in_words
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.rules import linear_act as rule
+from fastlinear.rewrite.rules.linear_act import find as rule
 from fastlinear.rewrite.swap.modules import SwapSet
-from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work, in_words
+from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work
 
 
 def keep_fast(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastlinear.dispatch.confidence import load_in_words
 from fastlinear.ops.common import cpp_build
-from fastlinear.profile.records import Finding
 from fastlinear.rewrite.work import UNDECIDED, Work
 
 NO_TIME = "no_time"
@@ -58,17 +55,4 @@ def note_disturbed(work: Work) -> None:
     work.notes.append(
         f"{sites} undecided, because the machine was disturbed ({load_in_words()}, times spread by "
         f"up to {spread:.0%}): run again when nothing else runs, or with fewer threads"
-    )
-
-
-def not_measured(
-    code: str, fqn: str, title: str, words: str, why: str, details: dict[str, Any]
-) -> Finding:
-    """A finding without numbers: ``words`` say what was seen, ``why`` why it was not measured."""
-    return Finding.untimed(
-        code=code,
-        fqn=fqn,
-        title=title,
-        message=f"{words}: not measured: {why}.",
-        details={**details, "not_measured": why},
     )

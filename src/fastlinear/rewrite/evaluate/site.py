@@ -87,10 +87,12 @@ def times(
     device: torch.device,
     budget_s: float,
     rounds: int = _ROUNDS,
+    patience_s: float = fastpath.PATIENCE_S,
 ) -> tuple[dict[str, Samples], int]:
     """Ways to compute one site, interleaved.
 
-    Every kind of input it was seen with takes part as often as in one step of the model.
+    Every kind of input it was seen with takes part as often as in one step of the model. What its
+    calls are looked up with is waited for, at most ``patience_s``.
 
     Returns:
         the times of one pass, and how many such passes make a step.
@@ -110,7 +112,7 @@ def times(
 
     if not isinstance(candidate, Candidate):
         # its calls take the compiled fast path once that is there
-        fastpath.wait(fastpath.PATIENCE_S)
+        fastpath.wait(min(patience_s, fastpath.PATIENCE_S))
     found = interleave(
         {name: arm(run) for name, run in runs.items()},
         device=device,

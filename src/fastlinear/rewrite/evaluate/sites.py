@@ -12,10 +12,11 @@ from fastlinear.rewrite.evaluate import activations_left, measure, site
 from fastlinear.rewrite.evaluate.chains import choose_chains, fail_forced
 from fastlinear.rewrite.evaluate.not_measured import NO_TIME, budget_spent
 from fastlinear.rewrite.evaluate.out_of_memory import code_of
+from fastlinear.rewrite.finding import in_words
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.rules import linear_act as rule
+from fastlinear.rewrite.rules.linear_act import find as rule
 from fastlinear.rewrite.verify.finite import NOT_FINITE
-from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work, in_words
+from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work
 
 _CANNOT_SERVE = "backend_cannot_serve"
 

@@ -48,9 +48,8 @@ def _sequential_swap(fqn: str, pairs: list[Candidate], chains: Sequence[Fusion])
     """One forward for all that is fused in a Sequential."""
     sequential = chains[0].module if chains else pairs[0].parent
     assert sequential is not None
-    segments = [
-        (c.forward.segment, c.backend) for c in chains if isinstance(c.forward, InSequential)
-    ]
+    forward = ((c.forward, c.dispatch.backend) for c in chains)
+    segments = [(how.segment, back) for how, back in forward if isinstance(how, InSequential)]
     for c in pairs:
         assert c.activation_module is not None
         places = Segment.pairs(sequential, c.module, c.activation_module, c.activation)
@@ -70,7 +69,7 @@ def _parent_swap(fqn: str, pairs: list[Candidate], chains: Sequence[Fusion]) -> 
     found, within = [call.edit for call in calls], [name for call in calls for name in call.within]
     for chain in chains:
         if isinstance(chain.forward, InSequential):
-            found.append(edits.chain(chain.forward.run, chain.backend))
+            found.append(edits.chain(chain.forward.run, chain.dispatch.backend))
             within += chain.forward.run.linears
     for c in pairs:
         name = inside(fqn, c.fqn) or ""

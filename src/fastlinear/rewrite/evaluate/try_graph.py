@@ -17,13 +17,14 @@ from fastlinear.rewrite.evaluate.out_of_memory import CODE as OUT_OF_MEMORY
 from fastlinear.rewrite.evaluate.out_of_memory import code_of, code_of_verdict
 from fastlinear.rewrite.evaluate.out_of_memory import in_words as in_line
 from fastlinear.rewrite.evaluate.swaps import swaps_of
+from fastlinear.rewrite.finding import in_words
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import refuse_module
-from fastlinear.rewrite.outcome import SiteOutcome
+from fastlinear.rewrite.site_outcome import SiteOutcome
 from fastlinear.rewrite.swap.graph_forward import GraphForward, with_graph
 from fastlinear.rewrite.swap.modules import Swap, SwapSet
 from fastlinear.rewrite.verify.finite import NOT_FINITE, REMEDY
-from fastlinear.rewrite.work import Work, in_words
+from fastlinear.rewrite.work import Work
 
 T = TypeVar("T")
 RULE = "graphed"

@@ -19,6 +19,9 @@ from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.swap import forwards
 
+OWN = "grouped"
+"""The kind of a candidate that is no linear."""
+
 
 @dataclass(frozen=True, eq=False)
 class Candidate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.fx
 from torch import nn
@@ -14,12 +14,11 @@ from torch.utils import _pytree as pytree
 
 from fastlinear.profile.recognise import recognise
 from fastlinear.rewrite.match.eligible import linear_kind
-from fastlinear.rewrite.match.gates import Gates
-from fastlinear.rewrite.match.lists import Lists
 from fastlinear.rewrite.match.on_parameters import written_in
-from fastlinear.rewrite.match.parallel_mlps import ParallelMLPs, ordered
+from fastlinear.rewrite.match.order import ordered
 from fastlinear.rewrite.match.projections import dropped_at
-from fastlinear.rewrite.match.rows import Loop, loops_of, rows_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,10 @@ Edit = Callable[["Links"], Replacement]
 class Links:
     """The linears of a traced forward that are called once.
 
-    ``linears``: name → call. ``written``: those of them that are written on parameters, by the
-    names of their weights; their call is the last step of theirs. ``pairs``: the linear's name →
-    (activation node, activation name), for those read by one activation alone.
+    ``linears``: name → call; ``layers``: those of them that are modules, ``written``: those that
+    are written on parameters, by the names of their weights; their call is the last step of theirs.
+    ``pairs``: the linear's name → (activation node, activation name), for those read by one
+    activation alone.
 
     Args:
         parent: the module traced.
@@ -100,7 +100,7 @@ class Links:
             for n in graph.nodes
             if self._is_linear(n) and called.count(str(n.target)) == 1
         }
-        self._layers = dict(self.linears)
+        self.layers = dict(self.linears)
         self.written = written_in(parent, graph)
         self.linears |= {name: one.end for name, one in self.written.items()}
         self.begins = {name: self._begins(name) for name in self.linears}
@@ -111,9 +111,7 @@ class Links:
             found = None if user is None else self.activation(user, node)
             if user is not None and found is not None:
                 self.pairs[name] = user, found
-        self._gates: Gates | None = None
-        self._parallel_mlps: ParallelMLPs | None = None
-        self._lists: Lists | None = None
+        self._known: dict[Any, Any] = {}
         self._links = {name: self._link(node) for name, node in self.linears.items()}
 
     def runs(self, allowed: Container[str]) -> list[Run]:
@@ -132,43 +130,12 @@ class Links:
             found += self._cut(row)
         return found
 
-    def rows(self, allowed: Container[str]) -> list[tuple[str, ...]]:
-        """The ``allowed`` linears that read one value, in the order of calls."""
-        plain = {
-            name: node
-            for name, node in self._layers.items()
-            if linear_kind(self.parent.get_submodule(name)) == "linear"
-        }
-        return rows_of(self.parent, self.graph.nodes, plain, allowed)
-
-    def loops(self, allowed: Container[str]) -> list[tuple[str, ...]]:
-        """The ``allowed`` linears that read the parts of one value, by part."""
-        found = loops_of(self.parent, self.graph.nodes, self._layers, allowed)
-        return [loop.names for loop in found]
-
-    def loop(self, names: tuple[str, ...]) -> Loop | None:
-        """The loop of these linears; None where they read one value."""
-        found = loops_of(self.parent, self.graph.nodes, self._layers, names)
-        return next((loop for loop in found if loop.names == names), None)
-
-    def gates(self) -> Gates:
-        """The gated MLPs there are."""
-        if self._gates is None:
-            self._gates = Gates(self.parent, self.graph, self.activation, self.written)
-        return self._gates
-
-    def parallel_mlps(self) -> ParallelMLPs:
-        """The parallel MLPs there are."""
-        if self._parallel_mlps is None:
-            self._parallel_mlps = ParallelMLPs(self.parent, self.graph)
-        return self._parallel_mlps
-
-    def lists(self) -> Lists:
-        """The linears of lists there are that do not wait for each other."""
-        if self._lists is None:
-            functions = {n: p for n, p in self.pairs.items() if p[0].op != "call_module"}
-            self._lists = Lists(self.parent, self.graph, functions, self.parallel_mlps().found)
-        return self._lists
+    def once(self, look: Callable[[Links], T]) -> T:
+        """``look(self)``, the first time it is asked for."""
+        if look not in self._known:
+            self._known[look] = look(self)
+        known: T = self._known[look]
+        return known
 
     def _cut(self, row: list[str]) -> list[Run]:
         """Runs of equal hidden activations in a row of linears."""

@@ -9,7 +9,7 @@ as it was when traced, and otherwise runs the class's own forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.fx
@@ -19,15 +19,11 @@ from fastlinear.profile.effects import class_forward
 from fastlinear.profile.graph import IN_PLACE, Observed, Ungraded, Untraceable, trace
 from fastlinear.rewrite.match.composed import composed
 from fastlinear.rewrite.match.eligible import Refusal, refuse_module
-from fastlinear.rewrite.match.gates import Gate, Gates
-from fastlinear.rewrite.match.links import Edit, Links, Run
-from fastlinear.rewrite.match.lists import Lists
+from fastlinear.rewrite.match.links import Edit, Links
 from fastlinear.rewrite.match.on_parameters import written_in
-from fastlinear.rewrite.match.parallel_mlps import ParallelMLPs
-from fastlinear.rewrite.match.rows import may_run_twice
+from fastlinear.rewrite.match.order import may_run_twice
 from fastlinear.rewrite.swap.forwards import Forward
-from fastlinear.rewrite.swap.guard import guarded
-from fastlinear.rewrite.swap.parts import exactly
+from fastlinear.rewrite.swap.guard import exactly, guarded
 from fastlinear.rewrite.swap.traceable import why_not, why_not_arguments
 
 
@@ -68,30 +64,6 @@ class Fusable:
     def flat(self, blocks: Mapping[str, Fusable], modules: Mapping[str, str]) -> Fusable:
         """The same with ``blocks`` as part of it."""
         return Fusable(self.parent, self.observed, self.graph, modules, blocks)
-
-    def runs(self, allowed: Container[str]) -> list[Run]:
-        """The chains among the ``allowed`` linears."""
-        return self.links.runs(allowed)
-
-    def rows(self, allowed: Container[str]) -> list[tuple[str, ...]]:
-        """Those of the ``allowed`` linears that read one value."""
-        return self.links.rows(allowed)
-
-    def loops(self, allowed: Container[str]) -> list[tuple[str, ...]]:
-        """Those of the ``allowed`` linears that read the parts of one value, by part."""
-        return self.links.loops(allowed)
-
-    def gates(self) -> Gates:
-        """The gated MLPs there are."""
-        return self.links.gates()
-
-    def parallel_mlps(self) -> ParallelMLPs:
-        """The Sequentials that do not wait for each other."""
-        return self.links.parallel_mlps()
-
-    def lists(self) -> Lists:
-        """The linears of lists that do not wait for each other."""
-        return self.links.lists()
 
     def around(self, names: Iterable[str]) -> tuple[str, ...]:
         """The blocks that hold one of these modules."""
@@ -189,12 +161,3 @@ def _as_call(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         return operation(value, other)
 
     return called
-
-
-def gates_seen(parent: nn.Module, observed: Observed) -> list[Gate]:
-    """The gated MLPs in a forward that must not be rewritten; none where it cannot be traced."""
-    try:
-        graph = trace(parent, observed, runnable=True)
-    except Untraceable:
-        return []
-    return Links(parent, graph, {}).gates().found

@@ -32,6 +32,14 @@ class Unlike(Exception):
     """What a trace holds for is found not to be so; nothing outside of it was written."""
 
 
+def exactly(parts: Any, count: int) -> tuple[Any, ...]:
+    """The parts of a tensor, or of a sequence, of which there are ``count``; raises Unlike where
+    there are more or fewer."""
+    if not isinstance(parts, Tensor | list | tuple) or len(parts) != count:
+        raise Unlike
+    return tuple(parts)
+
+
 def guarded(
     parent: nn.Module,
     traced: Callable[..., Any],

@@ -7,10 +7,11 @@ oracle takes them at the elements at which ``core.compare.other_side`` allows it
 to judge PyTorch's error, and those of the rewritten model where it fails by PyTorch's. Forward
 values are the oracle's own throughout.
 
-Only activations that go through torch's functions, or through ``linear_act``, ``grouped_linear``,
-``mlp`` and ``abreast`` as a rewritten forward calls them, are seen; if a run and the oracle do not
-call the same ones in the same order, the oracle keeps its own sides. What checkpointing runs again
-during the backward is not seen either, and there the oracle's gradients are on its own sides.
+Only activations that go through torch's functions are seen, and those in ``linear_act``,
+``grouped_linear``, ``mlp`` and calls of several layers as a rewritten forward makes them. If a run
+and the oracle do not call the same ones in the same order, the oracle keeps its own sides. What
+checkpointing runs again during the backward is not seen either, and there the oracle's gradients
+are on its own sides.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fastlinear.ops.mlp import mlp
 from fastlinear.ops.mlp import reference as chain
 from fastlinear.ops.mlp.autograd import Formula
 from fastlinear.ops.mlp.op import by_formula
-from fastlinear.rewrite.swap.parallel_mlps_forward import abreast, layered
+from fastlinear.rewrite.swap.layered import LAYERED
 
 _FUSED = KINKED | {"relu2"}  # relu2's derivative is continuous, but its relu alone is a kink
 _RELUS = frozenset(
@@ -64,11 +65,12 @@ class Sides(KnowingMode):
             y = by_formula(*args, **kwargs)
             self.outputs += _sides_of_chain(y, *args, **kwargs)
             return y
-        if func is abreast:
-            layers = layered(*args, **kwargs)
-            kinked = [i for i, name in enumerate(kwargs["way"].activations) if name in _FUSED]
-            parallel_mlps = range(len(layers[0]))  # one after another, as the model runs them
-            self.outputs += [layers[i][g].detach().clone() for g in parallel_mlps for i in kinked]
+        if func in LAYERED:
+            names = LAYERED[func].activations(*args, **kwargs)
+            layers = LAYERED[func].results(*args, **kwargs)
+            kinked = [i for i, name in enumerate(names) if name in _FUSED]
+            groups = range(len(layers[0]))  # one after another, as the model runs them
+            self.outputs += [layers[i][g].detach().clone() for g in groups for i in kinked]
             return layers[-1]
         at_zero = args[0].detach() == 0 if func in _CLAMPS else None
         result = func(*args, **kwargs)
@@ -187,8 +189,8 @@ def _on_sides(
 
 
 def _is_kinked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if func is abreast:
-        return bool(_FUSED.intersection(kwargs["way"].activations))
+    if func in LAYERED:
+        return bool(_FUSED.intersection(LAYERED[func].activations(*args, **kwargs)))
     if func is linear_act or func is mlp or func is grouped_linear:
         return bool(_FUSED & {kwargs["activation"], kwargs.get("final_activation")})
     if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():

@@ -4,6 +4,7 @@ of its own. It is left to the reader to put one call in their place."""
 from fastlinear.rewrite.rules.diagonal.find import find
 
 FAMILY = "diagonal_linear"
+NAMES = ("diagonal_linear",)
 REWRITES = False
 
-__all__ = ["FAMILY", "REWRITES", "find"]
+__all__ = ["FAMILY", "NAMES", "REWRITES", "find"]

@@ -172,7 +172,7 @@ def _fusion(
         tensors={name: t for name, t in tensors.items() if t is not None},
         layers=lambda x, _: before(x),
         after=after,
-        report=Report(title, message, advice, details, f"perhaps better as {advice}"),
+        report=Report(title=title, message=message, advice=advice, details=details),
         activation=activation,
         alike=(kind, fqn if kind != SEQUENCE else ""),
     )

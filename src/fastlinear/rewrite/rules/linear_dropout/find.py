@@ -17,7 +17,7 @@ from torch.fx import Node
 from fastlinear.core.global_names import own_codes
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.profile.effects import class_forward, functions_of
-from fastlinear.rewrite.fusion import Fusion, InForward, Report
+from fastlinear.rewrite.fusion import Dispatch, Fusion, InForward, Report
 from fastlinear.rewrite.match.candidate import Candidate, problems_of
 from fastlinear.rewrite.match.edits import steps_after
 from fastlinear.rewrite.match.links import Links
@@ -151,7 +151,7 @@ def _fusion(
             ),
         ),
         activation=activation,
-        backend=c.backend,
+        dispatch=Dispatch(backend=c.backend),
         competes=False,
         alike=(rate, activation, c.kind, type(c.activation_module).__name__),
         what=f"its linear with {then}dropout",
@@ -166,4 +166,10 @@ def _report(fqn: str, then: str, rate: float) -> Report:
             f"{after_us:.1f} us with the same random numbers, drawn in blocks."
         )
 
-    return Report(f"linear → {then}dropout", message, None, {"rate": rate, "linears": [fqn]})
+    return Report(
+        title=f"linear → {then}dropout",
+        message=message,
+        advice=None,
+        details={"rate": rate, "linears": [fqn]},
+        covers=True,
+    )

@@ -1,0 +1,1 @@
+"""Linears of one list, of any sizes."""

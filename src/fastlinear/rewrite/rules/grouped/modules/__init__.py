@@ -1,0 +1,1 @@
+"""Modules that are a grouped linear layer by themselves."""

@@ -1,0 +1,1 @@
+"""Sequentials of linears side by side, a call a layer."""

@@ -1,0 +1,1 @@
+"""Linears on one input, or on the parts of one."""

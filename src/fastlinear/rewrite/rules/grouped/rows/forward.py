@@ -1,0 +1,85 @@
+"""Linears on one input as one: what a rewritten parent calls in their place.
+
+The weights stay the layers' own and are laid behind one another at each call. The results are
+copied apart, so that each is dense and writable by itself, as that of a layer of its own is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from fastlinear.ops.common.calls import PLAIN
+from fastlinear.ops.linear_act import linear_act
+from fastlinear.rewrite.rules.grouped.modules.forward import layers_of, parameters_of
+from fastlinear.rewrite.swap.forwards import overridden
+
+
+def call_row(parent: nn.Module, names: Sequence[str], x: Tensor) -> tuple[Tensor, ...]:
+    """The linears of these names inside ``parent`` on x (..., K), each (..., N), as one product.
+
+    Only while all are plain linears without hooks and of one kind; otherwise each is called by
+    itself.
+    """
+    layers = None if overridden() else layers_of(parent, names)
+    ys = None if layers is None else together(x, *parameters_of(layers))
+    return tuple(parent.get_submodule(name)(x) for name in names) if ys is None else ys
+
+
+def together(x: Tensor, weights: Sequence[Any], biases: Sequence[Any]) -> tuple[Tensor, ...] | None:
+    """The linears (N, K) of one input as one product; None where they are not of one kind."""
+    joined = behind_one_another(weights, biases)
+    if joined is None or not x.dim() or x.shape[-1] != joined[0].shape[1]:
+        return None
+    weight, bias = joined
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if x.device != weight.device or not (autocast or x.dtype is weight.dtype):
+        return None  # the layers say what is wrong
+    if has_torch_function_unary(x):
+        y: Tensor = handle_torch_function(
+            linear_act, (x,), x, weight, bias, activation="none", backend=None
+        )
+    else:
+        y = linear_act(x, weight, bias)
+    split: Any = torch.split_with_sizes_copy  # its annotation knows the call with out= alone
+    return recorded(split(y, [len(w) for w in weights], -1), x, weights, biases)
+
+
+def recorded(
+    ys: Sequence[Tensor], x: Tensor, weights: Sequence[Any], biases: Sequence[Any]
+) -> tuple[Tensor, ...]:
+    """The results; of frozen layers there is nothing to record."""
+    if not ys[0].requires_grad or x.requires_grad:
+        return tuple(ys)
+    pairs = zip(ys, weights, biases, strict=True)
+    return tuple(y if _trained(w, b) else y.detach() for y, w, b in pairs)
+
+
+def _trained(weight: Tensor, bias: Tensor | None) -> bool:
+    return weight.requires_grad or (bias is not None and bias.requires_grad)
+
+
+def behind_one_another(
+    weights: Sequence[Any], biases: Sequence[Any]
+) -> tuple[Tensor, Tensor | None] | None:
+    """Weights and biases as those of one linear; None where they are not of one kind.
+
+    Gradients reach every one of them.
+    """
+    first = weights[0]
+    for w in weights:
+        if type(w) not in PLAIN or w.dim() != 2 or w.shape[1] != first.shape[1]:
+            return None
+        if w.dtype is not first.dtype or w.device != first.device:
+            return None
+    missing = [b is None for b in biases]
+    if all(missing):
+        return torch.cat(tuple(weights)), None
+    for w, b in zip(weights, biases, strict=True):
+        if type(b) not in PLAIN or b.dtype is not first.dtype or b.shape != w.shape[:1]:
+            return None
+    return torch.cat(tuple(weights)), torch.cat(tuple(biases))
