@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common import prepared
 from fastlinear.ops.grouped_linear import one_pass
 from fastlinear.ops.grouped_linear.reference import Needs
 
@@ -71,8 +72,9 @@ class Pass(one_pass.OnePass):
 @pytest.fixture(autouse=True)
 def _stood_in(monkeypatch: pytest.MonkeyPatch) -> None:
     RUNS.clear()
-    monkeypatch.setattr(one_pass, "_plans", {})
+    monkeypatch.setattr(one_pass, "_plans", prepared.Plans())
     monkeypatch.setattr(driver, "Launch", Launch)
+    monkeypatch.setattr(driver, "TensorMap", Map)
     monkeypatch.setattr(driver, "make_current", lambda _: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 77, raising=False)
@@ -155,7 +157,7 @@ def test_launches_are_kept_for_tensors_of_one_kind(monkeypatch: pytest.MonkeyPat
     assert run(*given, "silu", ALL, "tokens") == 7
     assert run(*given, "relu", ALL, "tokens", SLOTS - 1) == 8
     assert run(*given) == 8
-    monkeypatch.setattr(one_pass, "_MAX_PLANS", 8)
+    monkeypatch.setattr(prepared, "_MAX_PLANS", 8)
     assert run(*given, "tanh", ALL, "tokens") == 9
     assert len(one_pass._plans) == 1
 

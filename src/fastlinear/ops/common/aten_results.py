@@ -152,6 +152,13 @@ def _matmul(a: Tensor, b: Tensor) -> Result | None:
     return _product(a, b) if a.dim() == b.dim() == 2 else None
 
 
+def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None, *_: Any) -> Result | None:
+    """Of columns of a and rows of b that belong together, as rows that begin at 16 bytes."""
+    if offsets is None or (a.dim(), b.dim()) != (2, 2) or b.shape[1] * a.element_size() % 16:
+        return None
+    return Result((offsets.shape[0], a.shape[0], b.shape[1]), a.dtype)
+
+
 def _plus_product(_: Tensor, a: Tensor, b: Tensor, *__: Any) -> Result:
     return _product(a, b)
 
@@ -197,6 +204,7 @@ _RULES: dict[str, Callable[..., Result | None]] = {
     "aten.mm.default": _product,
     "aten.bmm.default": _product,
     "aten.matmul.default": _matmul,
+    "aten._grouped_mm.default": _grouped_product,
     "aten.addmm.default": _plus_product,
     "aten.baddbmm.default": _plus_product,
     "aten._addmm_activation.default": _plus_product,

@@ -43,7 +43,8 @@ class Formula(Protocol):
 def node(formula: Formula, *leading: Any) -> Any:
     """The fast path's plan for training calls of a kind that has run.
 
-    None while there is no library of nodes, where a vector is not dense, or for too many tensors.
+    None while there is no library of nodes, where a vector of parameters is not dense, or for too
+    many tensors.
 
     Args:
         formula: its forward takes the leading arguments, its gradients their tensors.
@@ -51,7 +52,8 @@ def node(formula: Formula, *leading: Any) -> Any:
     """
     tensors = _leaves(leading)
     count, kept = len(tensors), formula.kept
-    dense = all(t is None or t.dim() != 1 or t.is_contiguous() for t in tensors[1:])
+    vectors = (t for t in tensors[1:] if t is not None and t.dim() == 1 and t.is_floating_point())
+    dense = all(t.is_contiguous() for t in vectors)
     if not dense or count > fastpath_node.MAX_TENSORS or not fastpath_node.begun():
         return None
     readers = formula.readers + formula.readers[-1:] * (count - len(formula.readers))

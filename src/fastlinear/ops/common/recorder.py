@@ -498,6 +498,13 @@ def _clone(r: Recording, arguments: tuple[Any, ...]) -> list[Any] | None:
     return ["dense", None, r._at(t)] if dense else None
 
 
+def _grouped_mm(r: Recording, arguments: tuple[Any, ...]) -> None:
+    """No step of its own; its kernels are chosen by alignment."""
+    for number in (r.memory(t)[0] for t in arguments[:2]):
+        if number < len(r._masks):
+            r._masks[number] |= ALIGNMENT
+
+
 def _onednn(r: Recording, arguments: tuple[Any, ...]) -> list[Any] | None:
     x, weight, bias, name, scalars, algorithm = arguments
     if name != "none" or scalars or algorithm:
@@ -513,6 +520,7 @@ _STEPS: dict[str, _Special] = {
     "aten.bmm.default": _bmm,
     "aten.sum.dim_IntList": _sum,
     "aten.clone.default": _clone,
+    "aten._grouped_mm.default": _grouped_mm,
     "mkldnn._linear_pointwise.default": _onednn,
 }
 
