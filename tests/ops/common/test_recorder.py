@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastlinear.ops.common import recorder
+from fastlinear.ops.common.fastpath_launch import FastpathLaunch
 
 
 def draw(*shape: int) -> Tensor:
@@ -175,3 +176,25 @@ def test_nothing_records_afterwards() -> None:
         recorder.record(lambda x: (x * (1 // 0),), [draw(2)])
     assert recorder.active() is None
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_launches_on_memory_as_aligned_as_it_is() -> None:
+    """What is given must stay as aligned, as far as the kernel asks; new memory always is."""
+    places = [ctypes.c_void_p(0) for _ in "xyz"]
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor]:
+        recording, made = recorder.active(), torch.empty_like(x)
+        assert recording is not None
+        tensors = [recording.memory(t) for t in (x[1:], y, made)]
+        numbered = tuple((p, number) for p, (number, _) in zip(places, tensors, strict=True))
+        offsets = tuple(offset for _, offset in tensors)
+        launch = FastpathLaunch(1, 2, 3, numbered, None, offsets=offsets)
+        recording.launch(launch, [3, recorder.ALIGNMENT, recorder.ALIGNMENT])
+        return (made,)
+
+    steps, results, masks, *_ = recorded(function, draw(3, 4), draw(5))
+    assert steps[0] == ("empty", 2, 6, 0, (3, 4))
+    kind, kernel = steps[1]
+    assert (kind, kernel[:3], results, masks) == ("kernel", (1, 2, 3), (2,), (3, 15))
+    assert [(tensor, offset) for _, _, tensor, offset in kernel[3]] == [(0, 16), (1, 0), (2, 0)]
+    assert recorder.record(lambda x: recorder.active().launch(None) or (x,), [draw(2)]) is None  # type: ignore[union-attr]
