@@ -367,11 +367,12 @@ class Recording(TorchDispatchMode):
 
 
 _recording = threading.local()
+_under_way = 0  # in all threads; most calls need look no further
 
 
 def active() -> Recording | None:
     """The recording under way in this thread, if any."""
-    return getattr(_recording, "now", None)
+    return getattr(_recording, "now", None) if _under_way else None
 
 
 def record(
@@ -394,11 +395,13 @@ def record(
     """
     if any(t is not None and (t.is_neg() or t.is_conj()) for t in given):
         return None
+    global _under_way
     with ExitStack() as stack:
         stack.enter_context(alone())
         stack.enter_context(torch.inference_mode())
         recording = Recording(given)
         before, _recording.now = active(), recording
+        _under_way += 1
         try:
             with recording:
                 results = function(*recording._given)
@@ -406,6 +409,7 @@ def record(
         except NotRecordable:
             return None
         finally:
+            _under_way -= 1
             _recording.now = before
 
 
@@ -415,10 +419,9 @@ def run(function: Any, *arguments: Any) -> Any:
     Arguments are numbers, tensors for their memory, lists of tensors for an array of such, None for
     null, and objects of ctypes for theirs.
     """
-    recording = active()
-    if recording is not None:
+    if _under_way and (recording := active()) is not None:
         return recording.call(ctypes.cast(function, ctypes.c_void_p).value or 0, arguments)
-    return function(*map(_passed, arguments))
+    return function(*[a if type(a) is int else _passed(a) for a in arguments])
 
 
 def attempt(function: Any, *arguments: Any) -> bool:
@@ -439,12 +442,14 @@ def claim(t: Tensor) -> None:
 
 
 def _passed(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
     if argument is None:
         return 0
     if isinstance(argument, list):
         addresses = [0 if t is None else t.data_ptr() for t in argument]
         return (ctypes.c_void_p * len(addresses))(*addresses)
-    return argument.data_ptr() if isinstance(argument, Tensor) else argument
+    return argument
 
 
 def _key(t: Tensor) -> int:
