@@ -120,6 +120,12 @@ def contiguous(shape: Sequence[int]) -> _Shape:
     return tuple(math.prod(max(1, n) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
+def facts_of(t: Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in its memory: shape, strides where they count, first element, dtype."""
+    strides = tuple(1 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
+    return tuple(t.shape), strides, t.storage_offset(), t.dtype
+
+
 # --------------------------------------------------------------------------------------------
 # Ops by name, with all arguments of their schemas
 

@@ -23,12 +23,14 @@ from fastlinear.ops.common.aten_results import (
     Result,
     composed,
     contiguous,
+    facts_of,
     is_composed,
     is_view,
     result_of,
 )
 from fastlinear.ops.common.aten_steps import alone, bound
 from fastlinear.ops.common.fastpath_launch import FastpathLaunch
+from fastlinear.ops.common.unboxed_steps import IN_PLACE, STEPS
 
 SCALAR_TYPES = {
     torch.bool: 11,
@@ -41,6 +43,7 @@ SCALAR_TYPES = {
     torch.bfloat16: 15,
 }
 """Numbers of c10::ScalarType."""
+_MEMORY_FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2}
 _PAGE = 1 << 12
 ALIGNMENT = 15
 """Address bits that kernels are made for, unless they say otherwise."""
@@ -77,7 +80,7 @@ class _Memory:
     def of(cls, number: int, t: Tensor, step: list[Any] | None = None) -> _Memory:
         """That of tensor ``number``, which lies as t does."""
         dense = t.numel() if t.is_contiguous() else -1
-        return cls(number, t.dtype, step, {_facts(t): number}, dense)
+        return cls(number, t.dtype, step, {facts_of(t): number}, dense)
 
 
 class Recording(TorchDispatchMode):
@@ -85,7 +88,7 @@ class Recording(TorchDispatchMode):
 
     def __init__(self, given: Sequence[Tensor | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._steps: list[list[Any]] = []
+        self.steps: list[list[Any]] = []
         self._count = len(given)
         self._masks = [0] * len(given)
         self._owners: list[Any] = []
@@ -112,7 +115,7 @@ class Recording(TorchDispatchMode):
         """
         if kernel is None:
             raise NotRecordable("a launch that only Python makes")
-        self._steps.append(["kernel", kernel.kernel()])
+        self.steps.append(["kernel", kernel.kernel()])
         needed = masks or [ALIGNMENT] * len(kernel.tensors)
         for (_, number), mask in zip(kernel.tensors, needed, strict=True):
             if number < len(self._masks):
@@ -120,7 +123,7 @@ class Recording(TorchDispatchMode):
 
     def memory(self, t: Tensor) -> tuple[int, int]:
         """The number of the tensor whose memory t lies in, and how many bytes behind its first."""
-        home = self._home(t)
+        home = self.home(t)
         return home.number, int(t.storage_offset()) * t.element_size()
 
     def call(self, function: int, arguments: Iterable[Any], *, may_refuse: bool = False) -> None:
@@ -142,21 +145,27 @@ class Recording(TorchDispatchMode):
             else:
                 self._owners.append(argument)
                 given.append(ctypes.addressof(argument))
-        self._steps.append(["attempt" if may_refuse else "call", function, tuple(given)])
+        self.steps.append(["attempt" if may_refuse else "call", function, tuple(given)])
 
     def claim(self, t: Tensor) -> None:
         """A given tensor that a launch or a call will write to.
 
         Python takes calls in which another given tensor lies in its memory.
         """
-        home = self._home(t)
+        home = self.home(t)
         if home.step is None and home.number not in self._written:
             self._written.add(home.number)
-            self._steps.append(["claim", home.number])
+            self.steps.append(["claim", home.number])
+
+    def only_as_aligned(self, t: Tensor) -> None:
+        """The tape serves only calls whose tensor is as aligned as t, where that was given."""
+        number = self.home(t).number
+        if number < len(self._masks):
+            self._masks[number] |= ALIGNMENT
 
     def only_at(self, t: Tensor) -> None:
         """The tape serves only calls whose tensor, a given one, lies where t does."""
-        number = self._home(t).number
+        number = self.home(t).number
         if number >= len(self._masks):
             raise NotRecordable("a launch made for an address of its own")
         self._masks[number] = -1
@@ -205,8 +214,8 @@ class Recording(TorchDispatchMode):
             self._new(made)
         elif name in _ZEROS:
             memory = self._new(made)
-            self._home(made)
-            self._steps.append(["aten", self._number(), "aten::zero_", "", (memory,)])
+            self.home(made)
+            self.steps.append(["aten", self._number(), "aten::zero_", "", (memory,)])
         else:
             self._compute(func, arguments, made)
         return made
@@ -216,28 +225,28 @@ class Recording(TorchDispatchMode):
             raise NotRecordable(f"{func._schema.name} writes to more than one tensor")
         target = written[0]
         self.claim(target)
-        special = _IN_PLACE.get(str(func))
+        special = IN_PLACE.get(str(func))
         if special is None or not special(self, arguments, target):
             self._compute(func, arguments, None)
         return target
 
     def _compute(self, func: Any, arguments: tuple[Any, ...], result: Tensor | None) -> None:
         """A step of an op of PyTorch, whose result, if any, is new memory."""
-        special = _STEPS.get(str(func))
+        special = STEPS.get(str(func))
         step = None if special is None or result is None else special(self, arguments)
         if step is None:
             name, _, overload = str(func._name).partition(".")
             step = ["aten", None, name, overload, tuple(map(self._boxed, arguments))]
         number = self._number()
         step[1] = number
-        self._steps.append(step)
+        self.steps.append(step)
         if result is not None:
             home = self._memory[_key(result)] = _Memory.of(number, result, step)
             home.read = True  # by the op that makes it
 
     def _boxed(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._at(value)
+            return self.at(value)
         if isinstance(value, torch.dtype):
             value = SCALAR_TYPES[value]
         elif isinstance(value, torch.memory_format):
@@ -291,11 +300,11 @@ class Recording(TorchDispatchMode):
             t.shape if t.is_contiguous() else (t.untyped_storage().nbytes() // t.element_size(),)
         )
         step = ["empty", number, SCALAR_TYPES[t.dtype], self._like, tuple(shape)]
-        self._steps.append(step)
+        self.steps.append(step)
         self._memory[_key(t)] = _Memory(number, t.dtype, step)
         return number
 
-    def _home(self, t: Tensor) -> _Memory:
+    def home(self, t: Tensor) -> _Memory:
         found = self._memory.get(_key(t))
         if found is None:
             raise NotRecordable("a tensor that was neither given nor made")
@@ -304,12 +313,12 @@ class Recording(TorchDispatchMode):
 
     def _start(self, t: Tensor) -> int:
         """The number of a tensor that begins where t does."""
-        return self._home(t).number if t.storage_offset() == 0 else self._at(t)
+        return self.home(t).number if t.storage_offset() == 0 else self.at(t)
 
-    def _at(self, t: Tensor) -> int:
+    def at(self, t: Tensor) -> int:
         """The number of a tensor that lies as t does."""
-        home = self._home(t)
-        facts = _facts(t)
+        home = self.home(t)
+        facts = facts_of(t)
         number = home.views.get(facts)
         if number is not None:
             return number
@@ -325,10 +334,10 @@ class Recording(TorchDispatchMode):
                 return home.number
         number = self._number()
         if whole and home.dense == t.numel():
-            self._steps.append(["view", number, home.number, tuple(t.shape)])
+            self.steps.append(["view", number, home.number, tuple(t.shape)])
         else:
             offset = () if t.storage_offset() == 0 else (t.storage_offset(),)
-            self._steps.append(["strided", number, home.number, (*t.shape, *t.stride(), *offset)])
+            self.steps.append(["strided", number, home.number, (*t.shape, *t.stride(), *offset)])
         home.views[facts] = number
         return number
 
@@ -336,7 +345,7 @@ class Recording(TorchDispatchMode):
         """The tuple that ``tape.h`` describes."""
         for t in results:
             self._written_to(t)
-        return self._spec(tuple(-1 if t is None else self._at(t) for t in results), spent)
+        return self._spec(tuple(-1 if t is None else self.at(t) for t in results), spent)
 
     def lists(self, results: Sequence[Tensor | None]) -> tuple[Any, ...]:
         """The pair that ``fastpath_lists.h`` describes, whose pieces are the results."""
@@ -351,7 +360,7 @@ class Recording(TorchDispatchMode):
         elements lie before it."""
         if t is None:
             return None
-        home = self._home(t)
+        home = self.home(t)
         if home.step is None or not t.is_contiguous():
             raise NotRecordable("a piece that is not dense, or of a given tensor")
         return home.number, tuple(t.shape), int(t.storage_offset())
@@ -362,7 +371,7 @@ class Recording(TorchDispatchMode):
             raise NotRecordable("a result that nothing writes to")
 
     def _spec(self, numbers: tuple[int, ...], spent: Sequence[int]) -> tuple[Any, ...]:
-        steps = tuple(map(tuple, self._steps))
+        steps = tuple(map(tuple, self.steps))
         return (steps, numbers, tuple(self._masks), self._owners, self._stream, tuple(spent))
 
 
@@ -454,113 +463,3 @@ def _passed(argument: Any) -> Any:
 
 def _key(t: Tensor) -> int:
     return int(t.untyped_storage()._cdata)
-
-
-def _facts(t: Tensor) -> tuple[Any, ...]:
-    strides = tuple(1 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
-    return tuple(t.shape), strides, t.storage_offset(), t.dtype
-
-
-# --------------------------------------------------------------------------------------------
-# PyTorch's ops that have a step of their own, without boxes
-
-_MEMORY_FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2}
-_Special = Callable[[Recording, tuple[Any, ...]], "list[Any] | None"]
-
-
-def _linear(r: Recording, arguments: tuple[Any, ...]) -> list[Any]:
-    x, weight, bias = arguments
-    return ["linear", None, r._at(x), r._at(weight), -1 if bias is None else r._at(bias)]
-
-
-def _turned(r: Recording, t: Tensor) -> tuple[int, int]:
-    """A matrix as (a tensor's number, whether it is read transposed)."""
-    known = r._home(t).views
-    if _facts(t) not in known and t.dim() == 2 and _facts(t.t()) in known:
-        return known[_facts(t.t())], 1
-    return r._at(t), 0
-
-
-def _mm(r: Recording, arguments: tuple[Any, ...]) -> list[Any]:
-    a, b = arguments[:2]
-    return ["mm", None, *_turned(r, a), *_turned(r, b)]
-
-
-def _bmm(r: Recording, arguments: tuple[Any, ...]) -> list[Any]:
-    return ["bmm", None, *map(r._at, arguments[:2])]
-
-
-def _sum(r: Recording, arguments: tuple[Any, ...]) -> list[Any] | None:
-    t, dims, keep, dtype = arguments
-    if keep or dtype is not None or not dims:
-        return None
-    return ["sum", None, r._at(t), tuple(d % t.dim() for d in dims)]
-
-
-def _clone(r: Recording, arguments: tuple[Any, ...]) -> list[Any] | None:
-    t, memory_format = arguments
-    dense = memory_format in (0, torch.contiguous_format) and not t.is_contiguous()
-    return ["dense", None, r._at(t)] if dense else None
-
-
-def _grouped_mm(r: Recording, arguments: tuple[Any, ...]) -> None:
-    """No step of its own; its kernels are chosen by alignment."""
-    for number in (r.memory(t)[0] for t in arguments[:2]):
-        if number < len(r._masks):
-            r._masks[number] |= ALIGNMENT
-
-
-def _onednn(r: Recording, arguments: tuple[Any, ...]) -> list[Any] | None:
-    x, weight, bias, name, scalars, algorithm = arguments
-    if name != "none" or scalars or algorithm:
-        return None
-    last = -1 if bias is None else r._at(bias)
-    return ["onednn", None, *_turned(r, x), *_turned(r, weight), last]
-
-
-_STEPS: dict[str, _Special] = {
-    "aten.linear.default": _linear,
-    "aten.mm.default": _mm,
-    "aten.matmul.default": _mm,
-    "aten.bmm.default": _bmm,
-    "aten.sum.dim_IntList": _sum,
-    "aten.clone.default": _clone,
-    "aten._grouped_mm.default": _grouped_mm,
-    "mkldnn._linear_pointwise.default": _onednn,
-}
-
-
-def _addmm(r: Recording, arguments: tuple[Any, ...], target: Tensor) -> bool:
-    _, a, b, beta, alpha = arguments
-    if (beta, alpha) != (1, 1):
-        return False
-    r._steps.append(["addmm" if a.dim() == 2 else "baddbmm", r._at(target), r._at(a), r._at(b)])
-    return True
-
-
-def _bmm_out(r: Recording, arguments: tuple[Any, ...], target: Tensor) -> bool:
-    a, b = arguments[:2]
-    r._steps.append(["bmminto", r._at(target), r._at(a), r._at(b)])
-    return True
-
-
-def _copy(r: Recording, arguments: tuple[Any, ...], target: Tensor) -> bool:
-    r._steps.append(["copy", r._at(target), r._at(arguments[1])])
-    return True
-
-
-def _addcmul_out(r: Recording, arguments: tuple[Any, ...], target: Tensor) -> bool:
-    a, b, c, value = arguments[:4]
-    if value != 1:
-        return False
-    r._steps.append(["addcmul", r._at(target), r._at(a), r._at(b), r._at(c)])
-    return True
-
-
-_IN_PLACE: dict[str, Callable[[Recording, tuple[Any, ...], Tensor], bool]] = {
-    "aten.addmm_.default": _addmm,
-    "aten.baddbmm_.default": _addmm,
-    "aten.bmm.out": _bmm_out,
-    "aten.copy_.default": _copy,
-    "aten.addcmul.out": _addcmul_out,
-}
