@@ -52,7 +52,7 @@ test-quick: $(TEST_READY)
 SEED ?= 0
 SECONDS ?= 600
 fuzz: $(TEST_READY)
-	$(RUN) tests/fuzz/fuzz.py --seed $(SEED) --seconds $(SECONDS)
+	$(RUN) -m tests.fuzz.fuzz --seed $(SEED) --seconds $(SECONDS)
 
 lint: $(CHECK_READY)
 	$(VENV)/bin/ruff format --check .
@@ -62,18 +62,20 @@ lint: $(CHECK_READY)
 
 check: lint test
 
+KERNEL_TESTS := tests/families tests/kernels tests/fastpath tests/native tests/activations
+
 # The ops side by side; then, in one process, what times or profiles the device or owns its graphs.
 gpu: $(TEST_READY)
 	$(RUN) -m fastlinear doctor
-	HF_HUB_OFFLINE=1 $(RUN) -m pytest -q -m gpu -n auto --maxprocesses 6 tests/ops
-	HF_HUB_OFFLINE=1 $(RUN) -m pytest -q -m gpu --ignore=tests/ops
+	HF_HUB_OFFLINE=1 $(RUN) -m pytest -q -m gpu -n auto --maxprocesses 6 $(KERNEL_TESTS)
+	HF_HUB_OFFLINE=1 $(RUN) -m pytest -q -m gpu $(KERNEL_TESTS:%=--ignore=%)
 	$(RUN) -m fastlinear bench linear --device cuda --quick --out demo-output/linear.jsonl \
 		--html demo-output/linear.html
 
 # C++ first; then memcheck and racecheck, or what they lack (exit code 5).
 sanitize: $(TEST_READY)
-	$(RUN) tests/ops/sanitize_cpu.py
-	$(RUN) tests/ops/sanitize_families.py || test $$? -eq 5
+	$(RUN) -m tests.families.sanitize_cpu
+	$(RUN) -m tests.families.sanitize_families || test $$? -eq 5
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed; set PYTHON=..." >&2; exit 1; }

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from fastlinear.dispatch import cache, confidence
-from fastlinear.ops.common import cpp_build
+from fastlinear.native import cpp_build
 
 # Workers compile side by side: no call is to take another backend meanwhile.
 cpp_build.PATIENCE_S = cpp_build.LOCK_PATIENCE_S = 600.0

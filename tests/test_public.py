@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import fastlinear
+from fastlinear.families.declared import load_all
 from fastlinear.op import library
-from fastlinear.ops.declared import load_all
 
 NAMES = [
     "CacheWarning",
@@ -87,7 +87,7 @@ def test_names_are_there_before_they_are_loaded_and_kept_after() -> None:
     code = """
         import sys, fastlinear as fl
         assert set(fl.__all__) <= set(dir(fl))
-        assert "fastlinear.ops.mlp" not in sys.modules and "mlp" not in vars(fl)
+        assert "fastlinear.families.mlp" not in sys.modules and "mlp" not in vars(fl)
         from fastlinear import mlp
         assert vars(fl)["mlp"] is mlp
         assert fl.nn.Linear and vars(fl)["nn"] is fl.nn
@@ -133,7 +133,7 @@ def test_an_exported_program_runs_where_nothing_but_the_package_is_imported(
     code = f"""
         import sys, torch, fastlinear
         program = torch.export.load({str(path)!r})
-        assert "fastlinear.ops.mlp" not in sys.modules
+        assert "fastlinear.families.mlp" not in sys.modules
         print(program.module()(torch.tensor({x.tolist()})).tolist())
     """
     torch.testing.assert_close(torch.tensor(eval(printed(code))), model(x))

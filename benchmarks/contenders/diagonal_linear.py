@@ -37,10 +37,10 @@ from benchmarks.harness.peer import (
     no_reduce_overhead,
 )
 from benchmarks.harness.work import Unit
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.dispatch.steps import choices_of, tuning_order
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.diagonal_linear import backends
-from fastlinear.ops.diagonal_linear.op import diagonal_linear
+from fastlinear.families.diagonal import backends
+from fastlinear.families.diagonal.op import diagonal_linear
 
 __all__ = ["chosen", "make_work", "peers", "problem_of", "tune"]
 

@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.device import device_facts
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.timing import Samples, interleave
-from fastlinear.ops.common import fastpath
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.diagonal_linear import cpp
-from fastlinear.ops.diagonal_linear.backends import FAMILY
-from fastlinear.ops.diagonal_linear.op import diagonal_linear
+from fastlinear.families.diagonal.backends import FAMILY
+from fastlinear.families.diagonal.cpu import cpp
+from fastlinear.families.diagonal.op import diagonal_linear
+from fastlinear.fastpath import lookup
 
 LINEAR, OURS = "linear", "fastlinear"
 _ROUNDS = 7
@@ -446,7 +446,7 @@ def _small_call(
     with torch.set_grad_enabled(grad):
         for _ in range(3):
             run()
-        fastpath.settle()
+        lookup.settle()
     return run
 
 

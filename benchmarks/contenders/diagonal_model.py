@@ -21,8 +21,8 @@ from benchmarks.contenders.diagonal_machine import LINEAR, Machine, measured
 from benchmarks.contenders.diagonal_work import DiagonalWork
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.dispatch.steps import choices_of
-from fastlinear.ops.diagonal_linear.backends import problem
-from fastlinear.ops.diagonal_linear.problem import STEP
+from fastlinear.families.diagonal.backends import problem
+from fastlinear.families.diagonal.problem import STEP
 
 
 @dataclass(frozen=True)

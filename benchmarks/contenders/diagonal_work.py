@@ -13,7 +13,7 @@ from benchmarks.harness.work import AnyWork, Unit, drawing, rotated
 from fastlinear.core.compare import KINKED
 from fastlinear.core.cost import Cost
 from fastlinear.core.problem import Problem
-from fastlinear.ops.diagonal_linear import backends, reference
+from fastlinear.families.diagonal import backends, reference
 
 
 @dataclass(frozen=True)

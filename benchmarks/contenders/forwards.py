@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from benchmarks.harness.work import Forward, Stack, Unit, Work, plain
 from fastlinear import nn as fl_nn
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act.op import linear_act
+from fastlinear.activations.reference import activation as activation_of
+from fastlinear.families.linear.op import linear_act
 
 
 def graphed(work: Work, unit: Unit) -> Unit:

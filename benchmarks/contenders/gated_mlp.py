@@ -22,13 +22,13 @@ from benchmarks.contenders.gated_work import Forward, GatedWork, eager, make_wor
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import OURS, Peer, compiler_missing, no_compiler, too_slow
 from benchmarks.harness.work import Unit
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.steps import choices_of, tuning_order
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.gated_mlp.op import call
-from fastlinear.ops.gated_mlp.problem import NAME, problem
-from fastlinear.ops.gated_mlp.stacking import Biases, Weights
+from fastlinear.families.gated.op import call
+from fastlinear.families.gated.problem import NAME, problem
+from fastlinear.families.gated.stacking import Biases, Weights
 
 __all__ = ["chosen", "make_work", "peers", "problem_of", "tune"]
 

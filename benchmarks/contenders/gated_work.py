@@ -12,10 +12,10 @@ from torch import Tensor
 
 from benchmarks.harness.case import Case
 from benchmarks.harness.work import AnyWork, Unit, drawing, rotated
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.gated_mlp.stacking import Biases, Weights, halves
+from fastlinear.families.gated.stacking import Biases, Weights, halves
 
 Forward = Callable[[Tensor, Weights, Biases], Tensor]
 

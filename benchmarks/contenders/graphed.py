@@ -19,7 +19,7 @@ from benchmarks.harness.work import LEARNING_RATE, AnyWork, Unit
 from fastlinear import nn as fl_nn
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
-from fastlinear.nn.graphed import graphed
+from fastlinear.cuda_graphs.graphed import graphed
 
 Module = Callable[[Tensor], Tensor]
 

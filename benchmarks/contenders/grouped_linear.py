@@ -19,14 +19,14 @@ from benchmarks.contenders.dispatched import dispatched, forced
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import OURS, Peer, no_compiler, too_slow
 from benchmarks.harness.work import AnyWork, Unit, drawing, rotated
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.compare import KINKED, silent_at_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.steps import choices_of, tuning_order
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.grouped_linear.op import grouped_linear
-from fastlinear.ops.grouped_linear.problem import NAME, problem
+from fastlinear.families.grouped.op import grouped_linear
+from fastlinear.families.grouped.problem import NAME, problem
 
 # Name of a layout → how tokens (M, G, features) lie in it.
 _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -21,8 +21,8 @@ from benchmarks.harness.peer import (
 from benchmarks.harness.work import Forward, Work
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
-from fastlinear.ops.linear_act import problem as linear_act
-from fastlinear.ops.mlp import backends as chains
+from fastlinear.families.linear import problem as linear_act
+from fastlinear.families.mlp import backends as chains
 
 __all__ = ["OURS", "Peer", "chain_of", "peers", "problem_of"]
 

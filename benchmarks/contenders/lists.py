@@ -18,9 +18,9 @@ from torch import Tensor
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import Peer
 from benchmarks.harness.work import AnyWork, Unit
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.compare import KINKED, silent_at_kinks
 from fastlinear.core.cost import Cost
-from fastlinear.ops.common.activations import activation as activation_of
 
 Tensors = tuple[Tensor, ...]
 Forward = Callable[..., Sequence[Tensor]]

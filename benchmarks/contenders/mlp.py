@@ -26,9 +26,9 @@ from benchmarks.harness.work import Forward, Stack, Unit, Work
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, family
-from fastlinear.ops.mlp import backends
-from fastlinear.ops.mlp.op import mlp
-from fastlinear.ops.mlp.selection import choices_of, tuning_order
+from fastlinear.families.mlp import backends
+from fastlinear.families.mlp.op import mlp
+from fastlinear.families.mlp.selection import choices_of, tuning_order
 
 _TRITON = ("whole_triton",)  # Triton keeps kernels on disk; ours in CUDA C++ are not kept
 

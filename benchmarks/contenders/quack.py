@@ -23,8 +23,8 @@ from torch import Tensor
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import Told
 from benchmarks.harness.work import Stack, Work
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.timing import interleave
-from fastlinear.ops.common.activations import activation as activation_of
 
 NAMES: dict[str, str | None] = {
     "none": None,

@@ -19,8 +19,8 @@ from benchmarks.contenders.lists import Form, Forward, Lists, ListsWork, Tensors
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import OURS, Peer, cuda_only, no_compiler
 from benchmarks.harness.work import drawing, rotated
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.ragged_linear.op import explain, ragged_linear
+from fastlinear.activations.reference import activation as activation_of
+from fastlinear.families.grouped.ragged.op import explain, ragged_linear
 
 _SPARSE = 4  # one group in so many owns rows
 

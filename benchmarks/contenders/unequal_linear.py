@@ -26,9 +26,9 @@ from benchmarks.contenders.lists import (
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import OURS, Peer, cuda_only, no_compiler
 from benchmarks.harness.work import drawing, rotated
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.unequal_linear.backends import FAMILY, problem
-from fastlinear.ops.unequal_linear.op import explain, unequal_linear
+from fastlinear.activations.reference import activation as activation_of
+from fastlinear.families.grouped.unequal.backends import FAMILY, problem
+from fastlinear.families.grouped.unequal.op import explain, unequal_linear
 
 
 def sizes_of(case: Case) -> list[tuple[int, int]]:

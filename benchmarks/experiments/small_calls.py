@@ -24,9 +24,9 @@ import json, sys, time
 import torch
 import fastlinear as fl
 try:
-    from fastlinear.ops.common import fastpath, fastpath_node
+    from fastlinear.fastpath import autograd_node, lookup
 except ImportError:  # their names in 0.1.0
-    from fastlinear.ops.common import door as fastpath, door_node as fastpath_node
+    from fastlinear.ops.common import door as lookup, door_node as autograd_node
 
 device, rounds = sys.argv[1], int(sys.argv[2])
 torch.manual_seed(0)
@@ -65,7 +65,7 @@ def timed(run):
 
 for call in calls.values():
     call()
-fastpath.wait(120), fastpath_node.wait(240)
+lookup.wait(120), autograd_node.wait(240)
 times = {}
 with torch.no_grad():
     for name, call in calls.items():

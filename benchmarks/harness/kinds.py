@@ -21,9 +21,9 @@ from benchmarks.contenders.dispatched import tune_pieces
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import Peer
 from benchmarks.harness.work import Work, make_work
-from fastlinear.ops.common import fastpath, fastpath_node
-from fastlinear.ops.linear_act.selection import choices_of, problem_of, tuning_order
-from fastlinear.ops.mlp import selection as mlp
+from fastlinear.families.linear.selection import choices_of, problem_of, tuning_order
+from fastlinear.families.mlp import selection as mlp
+from fastlinear.fastpath import autograd_node, lookup
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _tune(case: Case, device: torch.device) -> None:
     """Both regimes on a GPU: wall time outside CUDA graphs, device time inside."""
     tune_pieces(tuning_order, linear_act.problem_of(case), device)
     if case.dim("L") > 1:
-        fastpath.wait(fastpath.PATIENCE_S)
+        lookup.wait(lookup.PATIENCE_S)
         tune_pieces(mlp.tuning_order, linear_act.chain_of(case), device)
 
 
@@ -65,8 +65,8 @@ def _chosen(case: Case, work: Work, captured: bool) -> dict[str, str]:
 
 def _await_fastpath(case: Case, device: torch.device) -> None:
     """There is nothing to tune, but calls are not timed before the compiled fast path is there."""
-    fastpath.wait(fastpath.PATIENCE_S)
-    fastpath_node.wait(fastpath.PATIENCE_S)
+    lookup.wait(lookup.PATIENCE_S)
+    autograd_node.wait(lookup.PATIENCE_S)
 
 
 KINDS: dict[str, Kind] = {

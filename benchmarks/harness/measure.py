@@ -29,7 +29,7 @@ from fastlinear.core.timing import (
     peak_memory_bytes,
     recorded,
 )
-from fastlinear.ops.common import fastpath
+from fastlinear.fastpath import lookup
 
 _MOST_KEPT = 0.25  # of a GPU's memory between cases: freeing and asking again takes time
 
@@ -85,7 +85,7 @@ def _rows_of(case: Case, settings: Settings, contenders: Sequence[Peer] | None) 
             reason = f"failed: {type(error).__name__}: {first_line(error)}"
             rows.append(skipped(case, peer.name, reason, facts))
     del oracle, theirs
-    fastpath.settle()
+    lookup.settle()
     chosen = {metric: kind.chosen(case, work, metric == "device") for metric in case.metrics}
     for one in ready:
         if not one.valid:

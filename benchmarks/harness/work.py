@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness.case import Case
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.device import device_facts
 from fastlinear.core.precision import FLOAT_DTYPES
-from fastlinear.ops.common.activations import activation as activation_of
 
 LEARNING_RATE = 0.01
 _MAX_SETS = 64

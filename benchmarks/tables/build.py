@@ -25,7 +25,7 @@ from fastlinear.core.timing import Samples
 from fastlinear.dispatch import cache, tables
 from fastlinear.dispatch.backend import families, family
 from fastlinear.dispatch.tune import BASELINE, tune, winner
-from fastlinear.ops.linear_act.problem import STEP
+from fastlinear.families.linear.problem import STEP
 
 # Above these times outside a CUDA graph the host no longer counts: one measurement serves both.
 _HOST_COUNTS_US = {"step": 400.0, "piece": 120.0}

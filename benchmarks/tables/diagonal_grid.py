@@ -6,7 +6,7 @@ from itertools import product
 
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.steps import tuning_order
-from fastlinear.ops.diagonal_linear.problem import problem
+from fastlinear.families.diagonal.problem import problem
 
 _DTYPES = ("bfloat16", "float32")
 _TOKENS = (64, 4096, 1, 32768, 1024, 16)

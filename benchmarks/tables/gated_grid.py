@@ -9,7 +9,7 @@ from benchmarks.experiments.gated_mlp import MODELS
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.steps import tuning_order
-from fastlinear.ops.gated_mlp.problem import problem
+from fastlinear.families.gated.problem import problem
 
 # What costs how much importance; the sum orders them among the layers, least first.
 _DTYPES = {"bfloat16": 0.0, "float32": 1.5, "float16": 2.5}

@@ -11,10 +11,10 @@ from benchmarks.tables.diagonal_grid import diagonal_problems
 from benchmarks.tables.gated_grid import gated_problems
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
-from fastlinear.ops.linear_act.problem import problem
-from fastlinear.ops.linear_act.selection import tuning_order
-from fastlinear.ops.mlp import problem as mlp
-from fastlinear.ops.mlp.selection import tuning_order as chain_order
+from fastlinear.families.linear.problem import problem
+from fastlinear.families.linear.selection import tuning_order
+from fastlinear.families.mlp import problem as mlp
+from fastlinear.families.mlp.selection import tuning_order as chain_order
 
 # What costs how much importance; the sum orders the grid, least first.
 _DTYPES = {"bfloat16": 0.0, "float32": 1.5, "float16": 2.5}

@@ -19,21 +19,21 @@ from fastlinear.core.errors import (
     UnsupportedError,
 )
 from fastlinear.core.settings import Config
+from fastlinear.families import declared as _declared  # noqa: F401
 from fastlinear.op import library as _library
-from fastlinear.ops import declared as _declared  # noqa: F401
 
 if TYPE_CHECKING:
     from fastlinear import nn
-    from fastlinear.nn.graphed import graphed
-    from fastlinear.ops.common.cpu_allocator import release_memory
-    from fastlinear.ops.diagonal_linear import diagonal_linear
-    from fastlinear.ops.explain import explain
-    from fastlinear.ops.gated_mlp import gated_linear, gated_mlp
-    from fastlinear.ops.grouped_linear import grouped_linear
-    from fastlinear.ops.linear_act import linear_act
-    from fastlinear.ops.mlp import mlp
-    from fastlinear.ops.ragged_linear import ragged_linear
-    from fastlinear.ops.unequal_linear import unequal_linear
+    from fastlinear.cuda_graphs.graphed import graphed
+    from fastlinear.families.diagonal import diagonal_linear
+    from fastlinear.families.explain import explain
+    from fastlinear.families.gated import gated_linear, gated_mlp
+    from fastlinear.families.grouped import grouped_linear
+    from fastlinear.families.grouped.ragged import ragged_linear
+    from fastlinear.families.grouped.unequal import unequal_linear
+    from fastlinear.families.linear import linear_act
+    from fastlinear.families.mlp import mlp
+    from fastlinear.kernels.cpu.allocator import release_memory
     from fastlinear.rewrite import apply_, optimize_, profile
 
 __version__ = "0.2.0"
@@ -68,19 +68,19 @@ __all__ = [
 
 _HOMES = {  # where the names that are loaded at first access are defined
     "apply_": "fastlinear.rewrite",
-    "diagonal_linear": "fastlinear.ops.diagonal_linear",
-    "explain": "fastlinear.ops.explain",
-    "gated_linear": "fastlinear.ops.gated_mlp",
-    "gated_mlp": "fastlinear.ops.gated_mlp",
-    "graphed": "fastlinear.nn.graphed",
-    "grouped_linear": "fastlinear.ops.grouped_linear",
-    "linear_act": "fastlinear.ops.linear_act",
-    "mlp": "fastlinear.ops.mlp",
+    "diagonal_linear": "fastlinear.families.diagonal",
+    "explain": "fastlinear.families.explain",
+    "gated_linear": "fastlinear.families.gated",
+    "gated_mlp": "fastlinear.families.gated",
+    "graphed": "fastlinear.cuda_graphs.graphed",
+    "grouped_linear": "fastlinear.families.grouped",
+    "linear_act": "fastlinear.families.linear",
+    "mlp": "fastlinear.families.mlp",
     "optimize_": "fastlinear.rewrite",
     "profile": "fastlinear.rewrite",
-    "ragged_linear": "fastlinear.ops.ragged_linear",
-    "release_memory": "fastlinear.ops.common.cpu_allocator",
-    "unequal_linear": "fastlinear.ops.unequal_linear",
+    "ragged_linear": "fastlinear.families.grouped.ragged",
+    "release_memory": "fastlinear.kernels.cpu.allocator",
+    "unequal_linear": "fastlinear.families.grouped.unequal",
 }
 
 # The function of this name is public. Importing the package later would replace it by the package.

@@ -15,8 +15,8 @@ from benchmarks.experiments.strassen import cpu
 from benchmarks.experiments.strassen import scheme as schemes
 from benchmarks.experiments.strassen.scheme import FORMULAS, Scheme, error_growth, norm_bound
 from fastlinear.core.compare import relative_error, unit_rounding
-from fastlinear.ops.mlp import reference
-from fastlinear.ops.mlp.problem import problem
+from fastlinear.families.mlp import reference
+from fastlinear.families.mlp.problem import problem
 
 SCHEMES = [Scheme(name, levels) for name in ("strassen", "classical") for levels in (1, 2)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

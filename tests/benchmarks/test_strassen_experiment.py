@@ -25,7 +25,7 @@ from benchmarks.harness.rows import read_rows
 from fastlinear.core.compare import relative_error, unit_rounding
 from fastlinear.core.cost import Ceilings
 from fastlinear.core.errors import InputError
-from fastlinear.ops.mlp import reference
+from fastlinear.families.mlp import reference
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = Settings(torch.device("cpu"), rounds=5, budget_s=0.2)

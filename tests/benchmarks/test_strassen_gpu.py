@@ -13,13 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import DEVICE, INTERPRETED, ON_GPU, compares, gpu, run_interpreted, starts_it
 from torch import Tensor, nn
 
 from benchmarks.experiments.strassen import chain as strassen
 from benchmarks.experiments.strassen.scheme import Scheme, error_growth
 from fastlinear.core.compare import relative_error, unit_rounding
-from fastlinear.ops.mlp import reference
+from fastlinear.families.mlp import reference
+from tests.families.interpreted import (
+    DEVICE,
+    INTERPRETED,
+    ON_GPU,
+    compares,
+    gpu,
+    run_interpreted,
+    starts_it,
+)
 
 if INTERPRETED or ON_GPU:
     from benchmarks.experiments.strassen import gpu as backend

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from triton_offline import Recorded, recorder, usage
 
 from benchmarks.experiments.strassen import gpu as backend
 from benchmarks.experiments.strassen.scheme import Scheme
+from tests.families.triton_offline import Recorded, recorder, usage
 
 
 @pytest.fixture

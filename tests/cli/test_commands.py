@@ -19,7 +19,7 @@ from fastlinear.cli.load import default_device
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.backend import families
-from fastlinear.ops.grouped_linear.layout import LAYOUTS
+from fastlinear.families.grouped.layout import LAYOUTS
 
 Run = Callable[..., Result]
 

@@ -278,7 +278,7 @@ def test_rewrites_that_are_less_accurate_are_exit_code_3(
 ) -> None:
     """A backend that scales the bias is rejected, and nothing else is kept."""
     from fastlinear.dispatch import backend
-    from fastlinear.ops.linear_act import onednn
+    from fastlinear.families.linear.cpu import onednn
 
     right = onednn.forward
     monkeypatch.setattr(onednn, "forward", lambda x, w, b, *rest: right(x, w, b * 1.01, *rest))

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fastlinear.core import interrupts
 from fastlinear.dispatch import cache
-from fastlinear.ops.common import fastpath_build
+from fastlinear.fastpath import build
 
 SIGNAL = signal.SIGUSR1
 # where state is changed, ours and torch's
@@ -118,7 +118,7 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
         "modules": parts,
         "parameters": [(p.tolist(), id(p.grad), p.requires_grad) for p in model.parameters()],
         "cache": (cache._on_disk, id(cache._loaded)),
-        "patience": fastpath_build._until.get(),
+        "patience": build._until.get(),
         "own": (dict(interrupts._replaced), list(interrupts._open), list(interrupts._waiting)),
         "signal": signal.getsignal(SIGNAL),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graph_tape import TapeRecorder
 
 from fastlinear.core import graphs
 from fastlinear.core.errors import InputError, UnsupportedError
@@ -18,6 +17,7 @@ from fastlinear.core.graphs import (
     bucket_of,
     checked_buckets,
 )
+from tests.core.graph_tape import TapeRecorder
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from interrupting import SIGNAL, Instants, Stopped, fingerprint, stop
 from torch import nn
 
 import fastlinear as fl
@@ -24,9 +23,10 @@ from fastlinear.core.interrupts import hold, restored, whole
 from fastlinear.core.timing import interleave
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.tune import tune
-from fastlinear.ops.linear_act.problem import problem
+from fastlinear.families.linear.problem import problem
 from fastlinear.profile.graph import Observed, trace
 from fastlinear.profile.state import preserved
+from tests.core.interrupting import SIGNAL, Instants, Stopped, fingerprint, stop
 
 pytestmark = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(), reason="signals reach it alone"

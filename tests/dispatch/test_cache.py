@@ -25,14 +25,14 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.select import select
-from fastlinear.ops.linear_act.problem import problem
-from fastlinear.ops.linear_act.spec import FRONT
+from fastlinear.families.linear.problem import problem
+from fastlinear.families.linear.spec import FRONT
 
 WRITER = """
     import sys
     from fastlinear.dispatch import cache
     from fastlinear.dispatch.backend import family
-    from fastlinear.ops.linear_act.problem import problem
+    from fastlinear.families.linear.problem import problem
     import torch
     torch.set_num_threads(1)
     backends = [b for b in family("linear_act").candidates("forward") if b.name == "eager"]
@@ -305,8 +305,8 @@ def test_explanations_say_what_is_in_doubt() -> None:
 
 
 def test_source_hash_covers_listed_sources() -> None:
-    plain = Backend("f", "p", "n", "fastlinear.ops.linear_act.reference:forward", lambda _: None)
-    more = Backend("f", "p", "n", plain.target, plain.reason_not, ("onednn.py",))
+    plain = Backend("f", "p", "n", "fastlinear.families.linear.reference:forward", lambda _: None)
+    more = Backend("f", "p", "n", plain.target, plain.reason_not, ("families/linear/cpu",))
     assert plain.source_hash() != more.source_hash()
     assert len(plain.source_hash()) == 12
 

@@ -11,8 +11,8 @@ from fastlinear.dispatch import cache, confidence
 from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.confidence import doubt_of, rivals_of
 from fastlinear.dispatch.select import select
-from fastlinear.ops import mlp
-from fastlinear.ops.linear_act.problem import problem
+from fastlinear.families import mlp
+from fastlinear.families.linear.problem import problem
 
 QUIET = (100.0, 100.5, 99.5, 100.2, 99.8)
 

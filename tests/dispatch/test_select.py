@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import fastlinear as fl
+from fastlinear.core import deprecated
 from fastlinear.core.cost import Cost
 from fastlinear.core.device import DeviceFacts, device_facts
 from fastlinear.core.errors import InputError, UnsupportedError
@@ -26,10 +27,10 @@ from fastlinear.dispatch.backend import Backend, Family, families, family, regis
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.tune import tune, winner
-from fastlinear.ops.linear_act.problem import problem
+from fastlinear.families.linear.problem import problem
 
 select_module = importlib.import_module("fastlinear.dispatch.select")
-HERE = "fastlinear.ops.linear_act.reference:forward"
+HERE = "fastlinear.families.linear.reference:forward"
 
 
 def never_imported(name: str) -> str:
@@ -45,7 +46,7 @@ def toy() -> Iterator[Family]:
         pieces=("forward",),
         backends=(
             Backend("toy", "forward", "slow", HERE, lambda _: None),
-            Backend("toy", "forward", "fast", HERE, lambda _: None, ("onednn.py",)),
+            Backend("toy", "forward", "fast", HERE, lambda _: None, ("families/linear/cpu",)),
             Backend(
                 "toy",
                 "forward",
@@ -405,7 +406,7 @@ def test_a_table_of_several_families_needs_one() -> None:
         "import sys\n"
         "from fastlinear.dispatch.tables import table\n"
         "assert table('nvidia-h200', 'linear_act')\n"
-        "assert 'fastlinear.ops.mlp.backends' not in sys.modules\n"
+        "assert 'fastlinear.families.mlp.backends' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -428,7 +429,7 @@ def test_winner_must_beat_eager_beyond_noise() -> None:
 
 
 def test_tune_verifies_times_and_remembers() -> None:
-    from fastlinear.ops.linear_act.problem import problem
+    from fastlinear.families.linear.problem import problem
 
     p = problem(
         "forward",
@@ -456,7 +457,7 @@ def test_tune_verifies_times_and_remembers() -> None:
 
 
 def test_tune_without_save_leaves_no_trace() -> None:
-    from fastlinear.ops.linear_act.problem import problem
+    from fastlinear.families.linear.problem import problem
 
     p = problem("grad_weight", 8, 8, 8, dtype="float64", device="cpu")
     result = tune(p, rounds=5, save=False)
@@ -475,3 +476,22 @@ def test_shipped_rows_of_a_gpu_compare_backends() -> None:
     ]
     assert alone == []
     assert len(rows) > 6000
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [("strips", "packed_groups"), ("resident", "weight_stationary")]
+)
+def test_a_renamed_backend_is_found_by_its_former_name(
+    before: str, now: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deprecated, "_warned", set())
+    grouped = family("grouped_linear")
+    assert grouped.current(now) == now
+    with pytest.warns(
+        DeprecationWarning, match=f"backend='{before}' is now called backend='{now}'"
+    ):
+        registry.check_backend(before, "grouped_linear", "a plan")
+    assert grouped.current(before) == now  # it warns once
+    x, weight = torch.randn(4, 6), torch.randn(2, 5, 3)
+    with pytest.raises(UnsupportedError, match=f"'{now}'.*CUDA devices only"):
+        fl.grouped_linear(x, weight, backend=before)

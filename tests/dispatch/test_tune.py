@@ -14,8 +14,8 @@ import torch
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.tune import tune
-from fastlinear.ops.linear_act import reference
-from fastlinear.ops.linear_act.problem import problem
+from fastlinear.families.linear import reference
+from fastlinear.families.linear.problem import problem
 
 
 @pytest.mark.parametrize("name", ["broken", "eager"])
@@ -61,7 +61,7 @@ def test_a_family_says_what_its_callers_pay(monkeypatch: pytest.MonkeyPatch) -> 
 
         return call
 
-    target = "fastlinear.ops.linear_act.reference:forward"
+    target = "fastlinear.families.linear.reference:forward"
     backends = tuple(
         registry.Backend("linear_act", "forward", n, target, lambda _: None)
         for n in ("eager", "twin")

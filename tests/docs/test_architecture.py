@@ -36,7 +36,7 @@ def test_every_path_exists() -> None:
     found = paths(TEXT)
     assert len(found) > 60
     places = (PACKAGE, ROOT, ROOT / "docs")
-    family = PACKAGE / "ops" / "diagonal_linear"  # the example of how to add one
+    family = PACKAGE / "families" / "diagonal"  # the example of how to add one
     assert sorted(p for p in found if not any((at / p).exists() for at in (*places, family))) == []
 
 

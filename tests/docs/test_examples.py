@@ -93,5 +93,5 @@ def test_docstring_examples(name: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_docstring_examples_are_found() -> None:
     finder = doctest.DocTestFinder(exclude_empty=True)
-    for name in ("fastlinear.ops.linear_act.op", "fastlinear.nn.linear", "fastlinear.report.page"):
+    for name in ("fastlinear.families.linear.op", "fastlinear.nn.linear", "fastlinear.report.page"):
         assert any(test.examples for test in finder.find(importlib.import_module(name)))

@@ -1,7 +1,7 @@
 """Random calls of every public op and layer against float64, each case from one seed.
 
-    python tests/fuzz/fuzz.py --seconds 600 --seed 1         new cases until time is up
-    python tests/fuzz/fuzz.py --case linear_act 17           one case again
+    python -m tests.fuzz.fuzz --seconds 600 --seed 1         new cases until time is up
+    python -m tests.fuzz.fuzz --case linear_act 17           one case again
 
 A case calls one op several times. Between calls tensors change: their numbers, memory, dtype, rows,
 which gradients are wanted; and so do the mode, the backend and the threads. Every result and every
@@ -26,15 +26,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from fuzz_calls import ACTIVATIONS, CALLS, DTYPES, Call, Draw, Tensors
 from torch import Tensor
 
+from fastlinear.activations.reference import widened
 from fastlinear.core.compare import DEFAULT_FACTOR, relative_error, unit_rounding
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.dispatch.backend import families, family
-from fastlinear.ops.common import fastpath, fastpath_node
-from fastlinear.ops.common.activations import widened
-from fastlinear.ops.declared import load_all
+from fastlinear.families.declared import load_all
+from fastlinear.fastpath import autograd_node, lookup
+from tests.fuzz.fuzz_calls import ACTIVATIONS, CALLS, DTYPES, Call, Draw, Tensors
 
 _MANY = 256
 _GROSS = 64  # roundings of results with few numbers
@@ -324,7 +324,7 @@ def run(op: str, seed: int, pool: Pool, backend: str | None = None) -> str | Non
     case = None
     pool.case = " ".join(["--case", op, str(seed), backend or ""]).strip()
     # from here on calls of a kind always take the same path
-    _ = fastpath.wait() and fastpath_node.wait()
+    _ = lookup.wait() and autograd_node.wait()
     try:
         case = Case(op, seed)
         case.backend = backend
@@ -332,7 +332,7 @@ def run(op: str, seed: int, pool: Pool, backend: str | None = None) -> str | Non
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
         told = " | ".join(case.told) if case is not None else "not drawn"
         said = f"{type(error).__name__}: {str(error)[:600]}"
-        return f"python tests/fuzz/fuzz.py {pool.case}\n  {told}\n  {said}"
+        return f"python -m tests.fuzz.fuzz {pool.case}\n  {told}\n  {said}"
     return None
 
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastlinear as fl
+from fastlinear.activations.reference import NAMES
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.compare import KINKED
-from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.common.activations import activation as activation_of
 
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ROWS = (0, 1, 1, 2, 3, 5, 8, 17, 33, 64)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 
-import fuzz
 import pytest
 import torch
-from fuzz_calls import CALLS, LAYERS, OPS
 from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.core import errors
+from tests.fuzz import fuzz
+from tests.fuzz.fuzz_calls import CALLS, LAYERS, OPS
 
 _SEEDS = 24  # of each op: half a minute in all
 
@@ -52,7 +52,7 @@ def test_a_wrong_result_is_found_and_its_case_named(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(fl, "linear_act", off)
     first = _failures("linear_act")[0]
-    assert first.startswith("python tests/fuzz/fuzz.py --case linear_act ")
+    assert first.startswith("python -m tests.fuzz.fuzz --case linear_act ")
     assert "error" in first
 
 

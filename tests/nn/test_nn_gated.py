@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastlinear as fl
+from fastlinear.activations.reference import NAMES as ACTIVATIONS
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import InputError
 from fastlinear.nn.recognised import Gated
-from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
-from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.rewrite.rules.gated.recognise import recognise
 
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None

@@ -15,9 +15,9 @@ from torch.nn.utils import prune
 import fastlinear as fl
 from fastlinear.core.errors import InputError
 from fastlinear.core.timing import interleave
+from fastlinear.families.linear.spec import FRONT
+from fastlinear.fastpath import lookup
 from fastlinear.op.front import no_table
-from fastlinear.ops.common import fastpath
-from fastlinear.ops.linear_act.spec import FRONT
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -226,12 +226,12 @@ def test_python_overhead(
     linear.requires_grad_(grad)
     layer = fl.nn.Linear.from_linear(linear, "relu")
     if through == "fastpath":
-        if not fastpath.wait():
-            pytest.skip(f"no compiled fast path here: {fastpath.reason_not()}")
+        if not lookup.wait():
+            pytest.skip(f"no compiled fast path here: {lookup.reason_not()}")
         layer(x)
         assert FRONT.table is not no_table
     else:
-        monkeypatch.setattr(fastpath, "table", lambda _: None)
+        monkeypatch.setattr(lookup, "table", lambda _: None)
         monkeypatch.setattr(FRONT, "table", no_table)
     lowest = []
     for _ in range(3):

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.utils import prune
 
 import fastlinear as fl
+from fastlinear.activations.reference import ACTIVATIONS, NAMES
 from fastlinear.core.errors import InputError
 from fastlinear.nn import MLP
 from fastlinear.nn.mlp_layer import Layer
-from fastlinear.ops.common.activations import ACTIVATIONS, NAMES
 
 
 def sequential(act: type[nn.Module] = nn.ReLU, last: bool = False) -> nn.Sequential:

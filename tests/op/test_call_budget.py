@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fastlinear as fl
-from fastlinear.ops.common import fastpath, fastpath_node
+from fastlinear.fastpath import autograd_node, lookup
 
 X, W, B = torch.randn(8, 32), torch.randn(32, 32), torch.randn(32)
 CALLS: dict[str, Callable[[], Tensor]] = {
@@ -49,7 +49,7 @@ print(len(files))
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_warm_call_is_two_frames_of_ours(name: str) -> None:
-    if not (fastpath.wait(120) and fastpath_node.wait(180)):
+    if not (lookup.wait(120) and autograd_node.wait(180)):
         pytest.skip("no compiler here")
     call = CALLS[name]
     for _ in range(4):

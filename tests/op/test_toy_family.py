@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from contract import Contract
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -23,12 +22,13 @@ from fastlinear.dispatch.backend import Backend, Family, register_family
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.space import Space
 from fastlinear.dispatch.tune import tune
+from fastlinear.fastpath import lookup
 from fastlinear.op import library
 from fastlinear.op.command import Command, Option, Request
 from fastlinear.op.front import Front, public
 from fastlinear.op.registered import Traced, register
 from fastlinear.op.spec import Arguments, OpSpec, Resolved
-from fastlinear.ops.common import fastpath
+from tests.families.contract import Contract
 
 RAN: list[str] = []
 
@@ -187,11 +187,11 @@ def test_calls_and_gradients() -> None:
 
 
 def test_a_warm_call_is_the_tables() -> None:
-    if not fastpath.wait(120):
-        pytest.skip(str(fastpath.reason_not()))
+    if not lookup.wait(120):
+        pytest.skip(str(lookup.reason_not()))
     for _ in range(3):
         toy(X, W, mode="times")
-    table = fastpath.table("toy")
+    table = lookup.table("toy")
     assert table is not None
     assert torch.equal(table.call(X, W, None, "times", None), X * W)
     assert table.call(X, W, None, "plus", None) is None

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastlinear.ops.common.activations import ACTIVATIONS
+from fastlinear.activations.reference import ACTIVATIONS
 from fastlinear.profile.recognise import recognise, recognise_module
 
 

@@ -6,11 +6,11 @@ import copy
 from typing import Any
 
 import pytest
-import report_samples as samples
 
 from fastlinear.core.errors import InputError
 from fastlinear.report import page, text
 from fastlinear.report.charts import ratio_bar, strips
+from tests.report import report_samples as samples
 
 INDEX = {
     "kind": "index",

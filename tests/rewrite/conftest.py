@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_regions import torch_compile
-from graph_tape import TapeRecorder
-from rewrite_models import Clock, FindingTimes, on_cuda
 
 from fastlinear.core.cost import Ceilings
 from fastlinear.core.timing import Ratio, Samples
@@ -22,8 +19,11 @@ from fastlinear.rewrite.evaluate import graphs as choose_graph
 from fastlinear.rewrite.evaluate import regions as choose_regions
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.session import Times
+from tests.core.graph_tape import TapeRecorder
+from tests.rewrite.compiled_regions import torch_compile
+from tests.rewrite.rewrite_models import Clock, FindingTimes, on_cuda
 
-_graphed = importlib.import_module("fastlinear.nn.graphed")
+_graphed = importlib.import_module("fastlinear.cuda_graphs.graphed")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastlinear.ops.unequal_linear.op import explain
+from fastlinear.families.grouped.unequal.op import explain
 from fastlinear.rewrite.rules.grouped.parallel_mlps import forward as parallel_mlps_forward
 
 FAMILY = ("grouped_linear",)

@@ -9,11 +9,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from rewrite_models import Clock
 from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.rewrite.swap.traceable import _UNTRACEABLE_OPS
+from tests.rewrite.rewrite_models import Clock
 
 X = torch.randn(8, 32)
 

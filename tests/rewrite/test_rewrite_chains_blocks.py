@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rewrite_models import Clock, run, snapshot
 from torch import Tensor, nn
 
 import fastlinear as fl
@@ -23,6 +22,7 @@ from fastlinear.rewrite.fusion import Fusion, InForward
 from fastlinear.rewrite.rules.mlp import findings
 from fastlinear.rewrite.swap import forwards
 from fastlinear.rewrite.swap.modules import SwapSet
+from tests.rewrite.rewrite_models import Clock, run, snapshot
 
 optimizing = importlib.import_module("fastlinear.rewrite.optimize")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rewrite_models import Clock, run, snapshot
 from torch import Tensor, nn
 
 import fastlinear as fl
@@ -21,6 +20,7 @@ from fastlinear.rewrite.evaluate.swaps import swaps_of
 from fastlinear.rewrite.fusion import Fusion, InForward
 from fastlinear.rewrite.swap import forwards
 from fastlinear.rewrite.swap.modules import SwapSet
+from tests.rewrite.rewrite_models import Clock, run, snapshot
 
 optimizing = importlib.import_module("fastlinear.rewrite.optimize")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rewrite_models import Clock
-from route_models import CLOCK, Conv1D, X, swapped
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import fastlinear as fl
 from fastlinear.core.compare import relative_error
+from tests.rewrite.rewrite_models import Clock
+from tests.rewrite.route_models import CLOCK, Conv1D, X, swapped
 
 
 class Fused(nn.Module):

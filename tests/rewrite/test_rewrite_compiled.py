@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_regions import COMPILE, X, region
-from rewrite_models import Clock, Functional, mlp, run, snapshot
 from torch import Tensor, nn
 
 from fastlinear.core.errors import PlanError
@@ -29,6 +27,8 @@ from fastlinear.rewrite.swap.compiled_forward import (
     CompiledForward,
 )
 from fastlinear.rewrite.swap.modules import SwapSet
+from tests.rewrite.compiled_regions import COMPILE, X, region
+from tests.rewrite.rewrite_models import Clock, Functional, mlp, run, snapshot
 
 optimizing = sys.modules["fastlinear.rewrite.optimize"]
 finishing = sys.modules["fastlinear.rewrite.finish"]

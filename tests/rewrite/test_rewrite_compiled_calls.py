@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_regions import COMPILE, X, region, torch_compile
-from rewrite_models import Clock, mlp, run, snapshot
 from torch import Tensor, nn
 
 from fastlinear.rewrite import optimize_
@@ -24,6 +22,8 @@ from fastlinear.rewrite.swap.compiled_forward import (
     with_compiled,
 )
 from fastlinear.rewrite.swap.modules import SwapSet
+from tests.rewrite.compiled_regions import COMPILE, X, region, torch_compile
+from tests.rewrite.rewrite_models import Clock, mlp, run, snapshot
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_weights import Gated, OnParameters, Projections, Towers
-from rewrite_models import Functional, mlp
 from torch import nn
 
 import fastlinear as fl
+from tests.rewrite.quantized_weights import Gated, OnParameters, Projections, Towers
+from tests.rewrite.rewrite_models import Functional, mlp
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rewrite_models import Clock
 from torch import Tensor, nn
 
 import fastlinear as fl
@@ -20,6 +19,7 @@ from fastlinear.rewrite.rules.diagonal import modules as rule
 from fastlinear.rewrite.rules.diagonal.find import of_sequence
 from fastlinear.rewrite.rules.diagonal.sequences import Watch
 from fastlinear.rewrite.session import Times
+from tests.rewrite.rewrite_models import Clock
 
 
 class LayerScale(nn.Module):

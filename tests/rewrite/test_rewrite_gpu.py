@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rewrite_models import Functional, mlp, run
 from torch import nn
 
 from fastlinear.core.settings import Config
 from fastlinear.report import page
 from fastlinear.rewrite import apply_, optimize_
+from tests.rewrite.rewrite_models import Functional, mlp, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from rewrite_models import Clock, Functional, mlp, on_cuda, run, snapshot
 from torch import Tensor, nn
 
 from fastlinear.core.settings import Config
@@ -31,6 +30,7 @@ from fastlinear.rewrite.evaluate import graphs as choose_graph
 from fastlinear.rewrite.evaluate import measure, try_graph
 from fastlinear.rewrite.swap.graph_forward import GraphForward, with_graph
 from fastlinear.rewrite.swap.modules import SwapSet
+from tests.rewrite.rewrite_models import Clock, Functional, mlp, on_cuda, run, snapshot
 
 optimizing = sys.modules["fastlinear.rewrite.optimize"]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

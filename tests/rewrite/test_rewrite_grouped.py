@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from grouped_models import ByEinsum, ByVmap, Loop, Multichannel, Stack
 from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.rewrite.rules.grouped.modules import recognise as modules
 from fastlinear.rewrite.rules.grouped.rows import observed as rule
+from tests.rewrite.grouped_models import ByEinsum, ByVmap, Loop, Multichannel, Stack
 
 
 class Heads(nn.Module):

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from grouped_models import (
+from torch import Tensor, nn
+
+import fastlinear as fl
+from fastlinear.report import page
+from tests.rewrite.grouped_models import (
     FAST,
     ByEinsum,
     ByVmap,
@@ -21,11 +25,7 @@ from grouped_models import (
     optimized,
     same_results,
 )
-from rewrite_models import snapshot
-from torch import Tensor, nn
-
-import fastlinear as fl
-from fastlinear.report import page
+from tests.rewrite.rewrite_models import snapshot
 
 CASES = {
     "convolutions": (Convolutions, (7, 12, 5), {"one", "two"}),

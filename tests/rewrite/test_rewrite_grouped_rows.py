@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from grouped_models import FAST, Attention, ByIndex, Heads, Inside, optimized, same_results
 from torch import Tensor, nn
 
 import fastlinear as fl
+from tests.rewrite.grouped_models import (
+    FAST,
+    Attention,
+    ByIndex,
+    Heads,
+    Inside,
+    optimized,
+    same_results,
+)
 
 CASES = {
     "attention": (Attention, (2, 5, 16), ("to_q", "to_k", "to_v")),

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rewrite_models import Clock, run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastlinear.core.settings import Config
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import cache
-from fastlinear.ops.linear_act import linear_act, reference
-from fastlinear.ops.mlp import reference as chain
+from fastlinear.families.linear import linear_act, reference
+from fastlinear.families.mlp import reference as chain
 from fastlinear.rewrite import optimize_
 from fastlinear.rewrite.evaluate import site
 from fastlinear.rewrite.swap import forwards
@@ -28,6 +27,7 @@ from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.verify.kinks import Following, Sides, UnlikeRuns, following
 from fastlinear.rewrite.verify.oracle import make_oracle
 from fastlinear.rewrite.verify.running import Ran, Runner, run_once
+from tests.rewrite.rewrite_models import Clock, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 X = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))

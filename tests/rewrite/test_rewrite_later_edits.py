@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_regions import torch_compile
-from rewrite_models import Clock, LoraLinear
-from route_models import CLOCK, ROUTES, Conv1D, X, discovered, exercised, rewritten
 from torch import Tensor, nn
 from torch.nn.modules import module as of_modules
 from torch.nn.utils import parametrize, prune
 
 from fastlinear.core.compare import relative_error
+from tests.rewrite.compiled_regions import torch_compile
+from tests.rewrite.rewrite_models import Clock, LoraLinear
+from tests.rewrite.route_models import CLOCK, ROUTES, Conv1D, X, discovered, exercised, rewritten
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),

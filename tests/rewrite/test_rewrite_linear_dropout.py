@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled_regions import torch_compile
-from rewrite_models import Clock
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastlinear as fl
 from fastlinear.rewrite.rules.linear_dropout import dropout
 from fastlinear.rewrite.site_outcome import SiteOutcome
+from tests.rewrite.compiled_regions import torch_compile
+from tests.rewrite.rewrite_models import Clock
 
 pytestmark = pytest.mark.skipif(dropout.reason_not() is not None, reason=str(dropout.reason_not()))
 X = torch.randn(64, 48)

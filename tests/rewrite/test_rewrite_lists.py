@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from grouped_models import FAST, optimized
-from list_models import (
+from torch import Tensor, nn
+
+import fastlinear as fl
+from fastlinear.rewrite.rules.grouped.lists import forward as list_forward
+from fastlinear.rewrite.rules.grouped.parallel_mlps import forward as parallel_mlps_forward
+from tests.rewrite.grouped_models import FAST, optimized
+from tests.rewrite.list_models import (
     CASES,
     FAMILY,
     HALF_TOGETHER,
@@ -29,11 +34,6 @@ from list_models import (
     loss_of,
     own,
 )
-from torch import Tensor, nn
-
-import fastlinear as fl
-from fastlinear.rewrite.rules.grouped.lists import forward as list_forward
-from fastlinear.rewrite.rules.grouped.parallel_mlps import forward as parallel_mlps_forward
 
 pytestmark = pytest.mark.skipif(not TOGETHER, reason="unequal_linear has no kernels here")
 

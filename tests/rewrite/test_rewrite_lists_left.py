@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from grouped_models import FAST, optimized
-from list_models import (
+from torch import Tensor, nn
+
+import fastlinear as fl
+from tests.rewrite.grouped_models import FAST, optimized
+from tests.rewrite.list_models import (
     FAMILY,
     TOGETHER,
     Layers,
@@ -18,9 +21,6 @@ from list_models import (
     kept,
     own,
 )
-from torch import Tensor, nn
-
-import fastlinear as fl
 
 pytestmark = pytest.mark.skipif(not TOGETHER, reason="unequal_linear has no kernels here")
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from graph_tape import TapeRecorder
-from rewrite_models import Clock, mlp, run, snapshot
 from torch import nn
 
 from fastlinear.core import memory
@@ -22,6 +20,8 @@ from fastlinear.rewrite import apply_, optimize_, registry
 from fastlinear.rewrite.evaluate import measure, site, try_compiled
 from fastlinear.rewrite.survey import profile
 from fastlinear.rewrite.verify import model as verify
+from tests.core.graph_tape import TapeRecorder
+from tests.rewrite.rewrite_models import Clock, mlp, run, snapshot
 
 optimizing = sys.modules["fastlinear.rewrite.optimize"]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

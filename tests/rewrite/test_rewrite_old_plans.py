@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from rewrite_models import Clock
 from torch import nn
 
 import fastlinear as fl
 from fastlinear.core.errors import PlanError
+from tests.rewrite.rewrite_models import Clock
 
 
 def sequential() -> nn.Module:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from rewrite_models import Functional, Tied, mlp, run, snapshot, statuses
 from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError, UnsupportedError
@@ -20,6 +19,7 @@ from fastlinear.profile.capture import profile
 from fastlinear.rewrite import apply_, optimize_
 from fastlinear.rewrite.swap.modules import Swap, SwapSet
 from fastlinear.rewrite.swap.stand_in import mark
+from tests.rewrite.rewrite_models import Functional, Tied, mlp, run, snapshot, statuses
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))

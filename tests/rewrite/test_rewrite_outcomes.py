@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from rewrite_models import Clock, Raises, mlp, snapshot, statuses
 from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
@@ -20,6 +19,7 @@ from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.evaluate import site as site_module
 from fastlinear.rewrite.verify import model as verify
 from fastlinear.rewrite.verify import verdicts
+from tests.rewrite.rewrite_models import Clock, Raises, mlp, snapshot, statuses
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
@@ -128,7 +128,7 @@ def test_no_gain_end_to_end_reverts_everything(
 
 
 def _wrong(x: Tensor, weight: Tensor, bias: Tensor, activation: str, save_pre: bool) -> Any:
-    from fastlinear.ops.linear_act import reference
+    from fastlinear.families.linear import reference
 
     y, pre = reference.forward(x, weight, bias, activation, save_pre)
     return y * (1 + 1e-4), pre
@@ -294,7 +294,7 @@ def test_every_shape_seen_is_verified_and_tuned(monkeypatch: pytest.MonkeyPatch)
     result.revert()
 
     def wrong_when_single(x: Tensor, *rest: Any) -> Any:
-        from fastlinear.ops.linear_act import reference
+        from fastlinear.families.linear import reference
 
         y, pre = reference.forward(x, *rest)
         return y * (1 + 1e-4 * (x.shape[0] == 1)), pre

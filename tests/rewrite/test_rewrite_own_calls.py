@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from grouped_models import FAST, optimized
 from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.profile.graph import Observed, Untraceable, trace
 from fastlinear.profile.own_calls import bypasses
+from tests.rewrite.grouped_models import FAST, optimized
 
 
 class MultichannelLinear(nn.Module):

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from grouped_models import FAST, optimized, same_results
 from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.dispatch import tune
-from fastlinear.ops.unequal_linear.op import explain
+from fastlinear.families.grouped.unequal.op import explain
 from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.rules.grouped.parallel_mlps import find as grouped_parallel_mlps
 from fastlinear.rewrite.rules.grouped.parallel_mlps import forward as parallel_mlps_forward
+from tests.rewrite.grouped_models import FAST, optimized, same_results
 
 FAMILY = ("grouped_linear",)
 (_CHOICE,) = explain([torch.ones(2, 8)] * 2, [torch.ones(8, 8)] * 2).choices
@@ -179,7 +179,7 @@ def test_layer_by_layer_one_call(
         assert "different sizes" in str(result.findings)
         return
     assert all((s.rule, s.route) == ("grouped_linear", "chain") for s in kept)
-    assert all("towers of" in s.reason for s in kept)
+    assert all("parallel MLPs of" in s.reason for s in kept)
     if kind == parallel_mlps_forward.LISTS:
         assert {s.backends["forward"] for s in kept} == {"together"}
     seen = layers_seen(monkeypatch)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from rewrite_models import Clock, Functional, mlp, run, snapshot
 from torch import Tensor, nn
 
 import fastlinear as fl
@@ -21,6 +20,7 @@ from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import cache
 from fastlinear.rewrite import apply_, fits, optimize_, remember
 from fastlinear.rewrite import plan as plans
+from tests.rewrite.rewrite_models import Clock, Functional, mlp, run, snapshot
 
 pytestmark = [
     pytest.mark.usefixtures("fast"),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from rewrite_models import snapshot
 from torch import Tensor, nn
 
 import fastlinear as fl
@@ -18,6 +17,7 @@ from fastlinear.core.settings import Config
 from fastlinear.rewrite import apply_, optimize_
 from fastlinear.rewrite.verify import model as verify
 from fastlinear.rewrite.verify.oracle import Oracle
+from tests.rewrite.rewrite_models import snapshot
 
 pytestmark = [
     pytest.mark.usefixtures("fast"),

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from rewrite_models import Clock, on_cuda, run, snapshot
 from torch import Tensor, nn
 
 from fastlinear.core.settings import Config
@@ -23,6 +22,7 @@ from fastlinear.profile.records import Record
 from fastlinear.rewrite import apply_, optimize_
 from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.swap.graph_forward import GraphForward
+from tests.rewrite.rewrite_models import Clock, on_cuda, run, snapshot
 
 optimizing = sys.modules["fastlinear.rewrite.optimize"]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from rewrite_models import Clock, mlp, run
 from torch import nn
 
 from fastlinear.core.problem import Problem
@@ -18,6 +17,7 @@ from fastlinear.dispatch.select import select
 from fastlinear.rewrite import apply_, optimize_
 from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.plan import load
+from tests.rewrite.rewrite_models import Clock, mlp, run
 
 pytestmark = [
     pytest.mark.usefixtures("fast"),

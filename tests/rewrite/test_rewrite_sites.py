@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rewrite_models import (
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.nn import Linear
+from fastlinear.rewrite import optimize_
+from tests.rewrite.rewrite_models import (
     Functional,
     LoraLinear,
     Residual,
@@ -18,12 +24,6 @@ from rewrite_models import (
     run,
     snapshot,
 )
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
-
-from fastlinear.core.errors import InputError, UnsupportedError
-from fastlinear.nn import Linear
-from fastlinear.rewrite import optimize_
 
 pytestmark = [
     pytest.mark.usefixtures("fast"),

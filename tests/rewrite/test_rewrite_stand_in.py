@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from rewrite_models import Clock
-from route_models import CLOCK, ROUTES, WrittenChain, X, optimized, rewritten, swapped
 from torch import Tensor, nn
 
 import fastlinear as fl
@@ -20,6 +18,8 @@ from fastlinear.rewrite.swap.compiled_forward import CompiledForward, with_compi
 from fastlinear.rewrite.swap.graph_forward import GraphForward, with_graph
 from fastlinear.rewrite.swap.modules import SwapSet
 from fastlinear.rewrite.swap.stand_in import KEYS
+from tests.rewrite.rewrite_models import Clock
+from tests.rewrite.route_models import CLOCK, ROUTES, WrittenChain, X, optimized, rewritten, swapped
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from grouped_models import FAST, Attention, Heads, Loop
-from list_models import TOGETHER, Listed, own
 from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.core.errors import InputError
 from fastlinear.profile.report import ProfileReport
 from fastlinear.rewrite import registry
+from tests.rewrite.grouped_models import FAST, Attention, Heads, Loop
+from tests.rewrite.list_models import TOGETHER, Listed, own
 
 
 class GLU(nn.Module):

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from rewrite_models import Functional, mlp, run, snapshot
 from torch import nn
 
 from fastlinear.core.settings import Config
 from fastlinear.rewrite import optimize_
+from tests.rewrite.rewrite_models import Functional, mlp, run, snapshot
 
 pytestmark = [
     pytest.mark.usefixtures("fast"),

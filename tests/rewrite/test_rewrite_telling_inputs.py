@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.settings import Config
-from fastlinear.ops.linear_act import onednn
+from fastlinear.families.linear.cpu import onednn
 from fastlinear.rewrite import apply_, optimize_
 from fastlinear.rewrite.verify.inputs import Call, draw, from_specs, input_specs
 

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from rewrite_models import Clock
 from torch import nn
 
 import fastlinear as fl
 from fastlinear.core.problem import Problem
 from fastlinear.core.progress import silent
-from fastlinear.ops.common import cpp_build, fastpath
-from fastlinear.ops.common.fastpath_build import waited
+from fastlinear.fastpath import lookup
+from fastlinear.fastpath.build import waited
+from fastlinear.native import cpp_build
 from fastlinear.rewrite.evaluate import measure, site
 from fastlinear.rewrite.evaluate.not_measured import note_time
 from fastlinear.rewrite.optimize import problems
+from tests.rewrite.rewrite_models import Clock
 
 CPU = torch.device("cpu")
 
@@ -91,7 +92,7 @@ def test_chains_that_it_does_not_reach_are_neither_measured_nor_waited_for(
     hands: Hands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(site, "failure", hands.moving(site.failure, 2.0))
-    monkeypatch.setattr(fastpath, "wait", lambda *_: pytest.fail("waited"))
+    monkeypatch.setattr(lookup, "wait", lambda *_: pytest.fail("waited"))
     config = fl.Config(time_budget_s=3, tune=False, backends={"linear_act": "onednn"})
     chain = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU())
     result = fl.optimize_(chain.eval(), torch.ones(4, 16), config=config)
@@ -104,7 +105,7 @@ def test_chains_whose_calls_wait_for_the_compiler_are_left_when_there_is_no_time
     monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     clock({"after": 50.0})
-    monkeypatch.setattr(fastpath, "_build", never_there())
+    monkeypatch.setattr(lookup, "_build", never_there())
     chain = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU())
     config = fl.Config(time_budget_s=0.2, tune=False, backends={"mlp": "layerwise"})
     notes = fl.optimize_(chain.eval(), torch.ones(4, 16), config=config).notes
@@ -114,7 +115,7 @@ def test_chains_whose_calls_wait_for_the_compiler_are_left_when_there_is_no_time
 @pytest.mark.usefixtures("fast")
 def test_builds_are_waited_for_as_long_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
     waited_s: list[float] = []
-    monkeypatch.setattr(fastpath, "settle", waited_s.append)
+    monkeypatch.setattr(lookup, "settle", waited_s.append)
     forced = {"linear_act": "onednn"}
     for seconds in (3.0, 600.0):
         config = fl.Config(
@@ -123,11 +124,11 @@ def test_builds_are_waited_for_as_long_as_there_is_time(monkeypatch: pytest.Monk
         fl.optimize_(layers().eval(), torch.ones(4, 16), config=config)
     short, long = waited_s
     assert short <= 3.0
-    assert long == fastpath.PATIENCE_S
+    assert long == lookup.PATIENCE_S
 
 
 def never_there() -> Any:
-    found = fastpath._Build()
+    found = lookup._Build()
     found.started = True  # by a thread that does not end
     return found
 
@@ -153,7 +154,7 @@ def test_problems_whose_callers_wait_for_the_compiler_are_left_when_there_is_no_
     monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     clock({})
-    monkeypatch.setattr(fastpath, "_build", never_there())
+    monkeypatch.setattr(lookup, "_build", never_there())
     known = problems(layers().eval(), torch.ones(4, 16))
     with measure.Budget(0.2) as budget:
         done = measure.tune_all(known, CPU, budget=budget, seed=0, progress=silent)
@@ -166,13 +167,13 @@ def test_problems_whose_callers_wait_for_the_compiler_are_left_when_there_is_no_
 
 def test_patience_is_for_all_waits_together() -> None:
     never = never_there()
-    with fastpath.patience(0.02):
+    with lookup.patience(0.02):
         assert not waited(never, 0.001)  # the caller's own limit is the shorter one
-        with pytest.raises(fastpath.NotYetError):
+        with pytest.raises(lookup.NotYetError):
             waited(never, None)
-        with pytest.raises(fastpath.NotYetError):
+        with pytest.raises(lookup.NotYetError):
             waited(never, 60.0)
     assert not waited(never, 0.0)
     never.done.set()
-    with fastpath.patience(0.0):
+    with lookup.patience(0.0):
         assert not waited(never, 60.0)  # it cannot be built: nothing to wait for

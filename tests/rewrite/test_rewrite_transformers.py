@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from rewrite_models import snapshot
 from torch import nn
 
 from fastlinear.core.settings import Config
 from fastlinear.rewrite import apply_, optimize_
+from tests.rewrite.rewrite_models import snapshot
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [

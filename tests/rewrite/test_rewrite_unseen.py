@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from grouped_models import FAST, optimized
 from torch import Tensor, nn
+
+from tests.rewrite.grouped_models import FAST, optimized
 
 
 class Weights(nn.Module):

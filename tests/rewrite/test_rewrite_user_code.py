@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rewrite_models import Clock, mlp, run, snapshot
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +19,7 @@ from fastlinear.core.settings import Config
 from fastlinear.rewrite import apply_, optimize_
 from fastlinear.rewrite.verify import model as verify
 from fastlinear.rewrite.verify.inputs import Call, from_specs, input_specs
+from tests.rewrite.rewrite_models import Clock, mlp, run, snapshot
 
 pytestmark = [
     pytest.mark.usefixtures("fast"),

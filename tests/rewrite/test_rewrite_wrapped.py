@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_weights import Gated, Int8, OnParameters, Projections, Towers, quantized
-from rewrite_models import mlp
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +14,15 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastlinear as fl
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.profile.state import preserved
+from tests.rewrite.quantized_weights import (
+    Gated,
+    Int8,
+    OnParameters,
+    Projections,
+    Towers,
+    quantized,
+)
+from tests.rewrite.rewrite_models import mlp
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
 MODES = ("inference", "train")

@@ -19,10 +19,10 @@ from benchmarks.experiments.strassen.scheme import Scheme
 from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import select
-from fastlinear.ops.mlp.autograd import Formula, Mlp
-from fastlinear.ops.mlp.problem import layer_activations, widths_of
-from fastlinear.ops.mlp.selection import problem_of
-from fastlinear.ops.mlp.validation import sequences, validate
+from fastlinear.families.mlp.autograd import Formula, Mlp
+from fastlinear.families.mlp.problem import layer_activations, widths_of
+from fastlinear.families.mlp.selection import problem_of
+from fastlinear.families.mlp.validation import sequences, validate
 
 Biases = tuple[Tensor | None, ...]
 

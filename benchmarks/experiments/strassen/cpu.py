@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.experiments.strassen.scheme import FORMULAS, Scheme, Terms, plane_size
-from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.activations.reference import activation as activation_of
 
 _CHUNK = 1 << 18  # elements of a block that a pass holds at a time: few calls, cached blocks
 

@@ -20,8 +20,8 @@ from benchmarks.experiments.strassen.gpu_kernels import (
     _strassen_weight_kernel,
 )
 from benchmarks.experiments.strassen.scheme import Scheme, plane_size
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.triton_launch import Launch
+from fastlinear.activations.reference import activation as activation_of
+from fastlinear.kernels.triton.launch import Launch
 
 _TILE = {1: 512, 2: 256}  # elements of a program's tile, by levels; 128 threads
 _WEIGHT_TILE = (16, 32)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastlinear.ops.common.activations_triton import activation
+from fastlinear.activations.triton import activation
 
 # odd constants of splitmix64, as signed numbers
 _GOLDEN = tl.constexpr(-7046029254386353131)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import torch
 import typer
 
+from fastlinear.activations.reference import NAMES
 from fastlinear.cli.families import command_of
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.dispatch.backend import names
-from fastlinear.ops.common.activations import NAMES
 
 if TYPE_CHECKING:
     from fastlinear.core.problem import Problem

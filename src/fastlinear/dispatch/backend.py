@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fastlinear.core.cost import Cost
+from fastlinear.core.deprecated import renamed
 from fastlinear.core.errors import InputError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.space import Space
@@ -35,7 +36,8 @@ class Backend:
             fastlinear never imports Triton or a CUDA compiler.
         reason_not: why it cannot serve a Problem, or None when it can. Must not initialise CUDA
             or import the target.
-        sources: files (beside the module) whose content the cache key covers.
+        sources: files and folders of the package whose code, besides the module's own, the cache
+            key covers.
     """
 
     family: str
@@ -56,6 +58,10 @@ class Backend:
             return self.reason_not(problem)
         finally:
             about_to_run.reset(token)
+
+    def source_files(self) -> tuple[Path, ...]:
+        """Its module's file, and all files of ``sources``."""
+        return _source_files(self.target, self.sources)
 
     def source_hash(self) -> str:
         """Twelve hex digits over the source files of this backend."""
@@ -93,6 +99,7 @@ class Family:
         tuning_order: the forward's Problem → all that decide about such a call, in the order in
             which to tune them; None where that is the order of ``pieces``.
         removed: names of backends that earlier versions had → what to use instead, one sentence.
+        renamed: former names of backends → those of today.
     """
 
     name: str
@@ -110,6 +117,7 @@ class Family:
     command: str | None = None
     tuning_order: Callable[[Problem], tuple[Problem, ...]] | None = None
     removed: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def candidates(self, piece: str) -> tuple[Backend, ...]:
         """All backends of one piece, able to serve or not."""
@@ -119,6 +127,11 @@ class Family:
         """Its command, or None."""
         return None if self.command is None else _load(self.command)
 
+    def current(self, backend: str) -> str:
+        """The name today of a backend that a caller or a plan names; a former one warns once."""
+        now = self.renamed.get(backend)
+        return backend if now is None else renamed("backend", backend, now)
+
     def remedy(self, unknown: str) -> str:
         """What to do where a caller names a backend that the family does not have."""
         instead = self.removed.get(unknown)
@@ -126,11 +139,17 @@ class Family:
         return leave_out if instead is None else f"It was removed. {instead} {leave_out}"
 
 
-_NAMES = (
-    *("linear_act", "mlp", "diagonal_linear", "gated_mlp"),
-    *("grouped_linear", "ragged_linear", "unequal_linear"),
-)
-_HOMES = {name: f"fastlinear.ops.{name}.backends" for name in _NAMES}
+_CODE = (".py", ".cu", ".cpp", ".h")
+_FOLDERS = {
+    "linear_act": "linear",
+    "mlp": "mlp",
+    "diagonal_linear": "diagonal",
+    "gated_mlp": "gated",
+    "grouped_linear": "grouped",
+    "ragged_linear": "grouped.ragged",
+    "unequal_linear": "grouped.unequal",
+}
+_HOMES = {name: f"fastlinear.families.{folder}.backends" for name, folder in _FOLDERS.items()}
 """Where the package's own families register themselves, imported when first asked for."""
 _FAMILIES: dict[str, Family] = {}
 
@@ -143,7 +162,7 @@ def register_family(family: Family) -> Family:
 
 def names() -> tuple[str, ...]:
     """The names of ``families``; imports none of them."""
-    return (*_NAMES, *(name for name in _FAMILIES if name not in _HOMES))
+    return (*_FOLDERS, *(name for name in _FAMILIES if name not in _HOMES))
 
 
 def families() -> Mapping[str, Family]:
@@ -189,6 +208,7 @@ def check_backend(backend: str | None, family_name: str, function: str) -> None:
     if backend is None:
         return
     known = family(family_name)
+    backend = known.current(backend)
     names = sorted({b.name for b in known.candidates("forward")})
     if backend not in names:
         raise InputError(
@@ -205,13 +225,22 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-@lru_cache(maxsize=256)
-def _source_hash(target: str, sources: tuple[str, ...]) -> str:
+def _source_files(target: str, sources: tuple[str, ...]) -> tuple[Path, ...]:
     spec = importlib.util.find_spec(target.partition(":")[0])
     assert spec is not None
     assert spec.origin is not None
-    path = Path(spec.origin)
-    digest = hashlib.sha256(path.read_bytes())
-    for name in sources:
-        digest.update((path.parent / name).read_bytes())
+    found, package = [Path(spec.origin)], Path(__file__).parents[1]
+    for place in (package / name for name in sources):
+        if place.is_dir():
+            found += sorted(file for file in place.iterdir() if file.suffix in _CODE)
+        else:
+            found.append(place)
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def _source_hash(target: str, sources: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for file in _source_files(target, sources):
+        digest.update(file.read_bytes())
     return digest.hexdigest()[:12]

@@ -51,7 +51,7 @@ def select(problem: Problem, forced: str | None = None) -> Choice:
     candidates = fam.candidates(problem.piece)
     reasons = {b.name: b.reason_not(problem) for b in candidates}
     if forced is not None:
-        return _forced(problem, candidates, reasons, forced)
+        return _forced(problem, candidates, reasons, fam.current(forced))
     while True:
         able = [b for b in candidates if reasons[b.name] is None]
         choice = _of_able(problem, able, reasons)

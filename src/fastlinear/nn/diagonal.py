@@ -7,14 +7,14 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import InputError
 from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
+from fastlinear.families.diagonal.op import call
 from fastlinear.nn.arguments import check_made
 from fastlinear.nn.plain_linear import why_not_linear, why_not_shared
 from fastlinear.nn.recognised import Scaling, is_hooked, recognised
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.diagonal_linear.op import call
 
 _NAME = "fastlinear.nn.DiagonalLinear"
 _BUILD_IT = "Build it directly: fastlinear.nn.DiagonalLinear(features)."

@@ -9,9 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import InputError
 from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
+from fastlinear.families.gated.op import call
+from fastlinear.families.gated.stacking import STACKED, Biases, Weights, split_pre
+from fastlinear.families.gated.validation import OTHER_GATE
 from fastlinear.nn.arguments import check_made
 from fastlinear.nn.recognised import (
     PLAIN,
@@ -21,10 +25,6 @@ from fastlinear.nn.recognised import (
     recognised,
     weights_of,
 )
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.gated_mlp.op import call
-from fastlinear.ops.gated_mlp.stacking import STACKED, Biases, Weights, split_pre
-from fastlinear.ops.gated_mlp.validation import OTHER_GATE
 
 _NAME = "fastlinear.nn.GatedMLP"
 _OWN = ("gated", "recompute", "backend", "training")  # attributes of instances

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
+from fastlinear.families.grouped.layout import NAMES, SHARED
+from fastlinear.families.grouped.op import call
 from fastlinear.nn.arguments import check_made
 from fastlinear.nn.grouped_convert import check_convolution, check_own, fail, parameter
 from fastlinear.nn.plain_linear import why_not_linear
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.grouped_linear.layout import NAMES, SHARED
-from fastlinear.ops.grouped_linear.op import call
 
 _DEFAULT, _CHANNELS = "... (g k)", "b (g k) ..."
 

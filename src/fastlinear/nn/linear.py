@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import InputError
 from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
+from fastlinear.families.linear.op import call
 from fastlinear.nn.arguments import check_made
 from fastlinear.nn.plain_linear import why_not_linear, why_not_shared
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act.op import call
 
 
 class Linear(nn.Linear):

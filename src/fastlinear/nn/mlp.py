@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core import deprecated
 from fastlinear.core.errors import InputError
 from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
+from fastlinear.families.mlp.op import call
 from fastlinear.nn.arguments import check_made
 from fastlinear.nn.mlp_layer import Layer, by_layer, check_layers
 from fastlinear.nn.mlp_sequential import free_name, module_of, read, shared
 from fastlinear.nn.plain_linear import hooked, why_not_shared
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.mlp.op import call
 
 
 class MLP(nn.Module):

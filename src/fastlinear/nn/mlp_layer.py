@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.families.mlp.problem import layer_activations
 from fastlinear.nn.linear import Linear
 from fastlinear.nn.plain_linear import hooked, why_not_linear
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.mlp.problem import layer_activations
 
 _OWN = ("weight", "bias")
 

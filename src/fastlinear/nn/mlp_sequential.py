@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from fastlinear.activations.reference import ACTIVATIONS
 from fastlinear.core.errors import InputError
 from fastlinear.nn.mlp_layer import Layer
 from fastlinear.nn.plain_linear import hooked, replaced_forward
-from fastlinear.ops.common.activations import ACTIVATIONS
 
 _REMEDY = "An MLP is nn.Linear layers with one activation behind each but the last."
 _HOOKED = "Remove the hooks, or leave these layers as they are."

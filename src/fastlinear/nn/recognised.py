@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from fastlinear.ops.gated_mlp.stacking import Biases, Weights
+from fastlinear.families.gated.stacking import Biases, Weights
 
 T = TypeVar("T")
 PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)

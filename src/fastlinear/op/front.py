@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from fastlinear.core import calls
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import float32_precision
+from fastlinear.core.tensor_kinds import carried
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.dispatch.select import Choice
+from fastlinear.fastpath import autograd_node, lookup
 from fastlinear.op import library
 from fastlinear.op.spec import Arguments, OpSpec, Resolved, first, leaves, mapped
-from fastlinear.ops.common import calls, fastpath, fastpath_node
-from fastlinear.ops.common.tensor_kinds import carried
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _PUBLIC: dict[str, Callable[..., Any]] = {}
@@ -70,8 +71,8 @@ class Front:
         self.call: Callable[..., Any] = _entry(self, len(spec.options))
         cache.on_change(self.forget)
         # those seen before are made anew, and put into the table
-        fastpath.on_ready(self.plans.clear)
-        fastpath_node.on_ready(self.clear_table)
+        lookup.on_ready(self.plans.clear)
+        autograd_node.on_ready(self.clear_table)
 
     def run(self, *arguments: Any) -> Any:
         """``call`` of tensors that exist although a compiler traces: it may run a registered op to
@@ -179,11 +180,11 @@ class Front:
 
         The table's facts tell more calls apart than a key here does.
         """
-        table = fastpath.table(self.spec.name)
+        table = lookup.table(self.spec.name)
         if table is None:
             return
         self.table = table.call
-        if (first(arguments).is_cuda and not fastpath.serves_cuda()) or not table.wants(*arguments):
+        if (first(arguments).is_cuda and not lookup.serves_cuda()) or not table.wants(*arguments):
             return
         made = None if found.record is None else found.record(*arguments[:3])
         table.admit(*arguments, made or found.in_table)
@@ -262,7 +263,7 @@ class Front:
 
         Plans stay. A checkpoint counts on the same autograd nodes for a call and its repetition.
         """
-        table = fastpath.table(self.spec.name) if self.table is not no_table else None
+        table = lookup.table(self.spec.name) if self.table is not no_table else None
         if table is not None:
             table.clear()
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.core.autocast import cast
+from fastlinear.core.calls import is_captured
 from fastlinear.core.precision import matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import Choice
 from fastlinear.dispatch.steps import choices_of, select_pieces
-from fastlinear.ops.common.autocast import cast
-from fastlinear.ops.common.calls import is_captured
 
 Arguments = tuple[Any, ...]
 """A call: three leading arguments with its tensors, then its options, the forced backend last.

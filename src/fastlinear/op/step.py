@@ -16,9 +16,9 @@ from torch import Tensor
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import Choice, select
+from fastlinear.fastpath import autograd_node, lookup
 from fastlinear.op.front import Front
 from fastlinear.op.spec import Arguments, Resolved, kind, leaves, mapped
-from fastlinear.ops.common import fastpath, fastpath_node
 
 AsCall = Callable[[tuple[Any, ...]], tuple[Arguments, Tensor]]
 """Inputs of the piece → (the call's arguments without the backend, the gradient of its result)."""
@@ -48,7 +48,7 @@ class Step:
     def forget(self) -> None:
         """Forget all plans."""
         self._plans.clear()
-        found = fastpath.table(self._name) if fastpath.ready() else None
+        found = lookup.table(self._name) if lookup.ready() else None
         if found is not None:
             found.clear()
 
@@ -84,16 +84,16 @@ class Step:
 
 
 @once
-def step_table(name: str, on_cuda: bool) -> fastpath.Table | None:
+def step_table(name: str, on_cuda: bool) -> lookup.Table | None:
     """The table of a family's steps, waiting for its library: callers take it once it is there.
 
     None where it cannot be built or does not serve the device.
     """
-    if not (fastpath.wait(fastpath.PATIENCE_S) and fastpath_node.wait(fastpath.PATIENCE_S)):
+    if not (lookup.wait(lookup.PATIENCE_S) and autograd_node.wait(lookup.PATIENCE_S)):
         return None
-    if on_cuda and not (fastpath.serves_cuda() and fastpath_node.serves_cuda()):
+    if on_cuda and not (lookup.serves_cuda() and autograd_node.serves_cuda()):
         return None
-    return fastpath.table(name)
+    return lookup.table(name)
 
 
 def choose_whole(p: Problem, backend: str | None, _: Arguments) -> tuple[Choice, ...]:

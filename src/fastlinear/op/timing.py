@@ -8,10 +8,10 @@ from typing import Any
 
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend
+from fastlinear.fastpath import autograd_node, lookup
 from fastlinear.op.front import Front
 from fastlinear.op.spec import Arguments
 from fastlinear.op.step import trained
-from fastlinear.ops.common import fastpath, fastpath_node
 
 AsCall = Callable[[tuple[Any, ...], str], Arguments]
 """(inputs of a forward backend, its name) → the call that forces it."""
@@ -41,7 +41,7 @@ class Timed:
 
         Waits for the libraries of the table and of its tapes, as callers have them.
         """
-        if fastpath.wait(fastpath.PATIENCE_S):
-            fastpath_node.wait(fastpath.PATIENCE_S)
+        if lookup.wait(lookup.PATIENCE_S):
+            autograd_node.wait(lookup.PATIENCE_S)
         call, as_call = self._front.call, self._as_call
         return lambda *inputs: call(*as_call(inputs, backend))

@@ -18,8 +18,8 @@ from torch.utils.weak import TensorWeakRef
 
 from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.ops.common.tensor_kinds import is_odd
-from fastlinear.ops.linear_act.problem import x_layout_of
+from fastlinear.core.tensor_kinds import is_odd
+from fastlinear.families.linear.problem import x_layout_of
 from fastlinear.profile import equations
 from fastlinear.profile.graph import Observed, Use
 from fastlinear.profile.positional import positional

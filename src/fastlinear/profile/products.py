@@ -21,7 +21,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastlinear.ops.common.tensor_kinds import is_odd
+from fastlinear.core.tensor_kinds import is_odd
 
 # Words of the names of ATen's ops that contract a dimension, and of those that have such a name
 # without contracting one.

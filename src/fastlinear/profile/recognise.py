@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlinear.activations.reference import ACTIVATIONS
 from fastlinear.core.errors import FOREIGN_ERRORS
-from fastlinear.ops.common.activations import ACTIVATIONS
-from fastlinear.ops.common.aten_steps import Recorder, is_near
+from fastlinear.fastpath.aten_steps import Recorder, is_near
 
 _FAR = (1e30, -1e30, float("inf"), float("-inf"), float("nan"), 1.0)
 _TOLERANCE = 1e-8  # well below float32's rounding; gelu and gelu_tanh differ by 1e-4

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastlinear.core.calls import forward_mode, transforms_active
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.wrappers import PLAIN, distributed_wrapper, foreign_kind, inner_tensors
-from fastlinear.ops.common.calls import forward_mode, transforms_active
 
 _FIRST = (
     "Optimize the plain model first, and wrap or shard it afterwards: optimize_ on one process, "

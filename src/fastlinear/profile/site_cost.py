@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fastlinear.activations.reference import ACTIVATIONS
 from fastlinear.core.cost import Ceilings, Cost
-from fastlinear.ops.common.activations import ACTIVATIONS
 from fastlinear.profile.records import LinearSite
 
 CeilingsOf = Callable[[str, str], Ceilings]

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from fastlinear.activations.reference import NAMES
 from fastlinear.core import files
 from fastlinear.core.errors import PlanError
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import MODES
-from fastlinear.ops.common.activations import NAMES
 from fastlinear.rewrite import registry
 from fastlinear.rewrite.swap.compiled_forward import COMPILE_MODES
 

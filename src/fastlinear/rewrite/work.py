@@ -18,7 +18,7 @@ from fastlinear.core.settings import Config
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch.confidence import doubt_of_pair, spread_of
 from fastlinear.dispatch.tune import BASELINE, Tuned
-from fastlinear.ops.common import cpp_build
+from fastlinear.native import cpp_build
 from fastlinear.profile.graph import Observed
 from fastlinear.profile.observe import Observation
 from fastlinear.profile.raised import told

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.timing import Ratio, Samples, paired_ratio
 from fastlinear.dispatch.tune import BASELINE
-from fastlinear.ops.common import fastpath
+from fastlinear.fastpath import lookup
 from fastlinear.rewrite.evaluate import measure, site
 from fastlinear.rewrite.evaluate.findings import a_call, match
 from fastlinear.rewrite.evaluate.not_measured import NO_TIME, budget_spent
@@ -214,9 +214,9 @@ def _measure(
             return None
         with work.budget:
             share = work.budget.share(4 * left, 2.0)
-            with fastpath.patience(work.budget.left_s):
+            with lookup.patience(work.budget.left_s):
                 return site.times(chain, runs, work.runner.device, share)
-    except fastpath.NotYetError:
+    except lookup.NotYetError:
         why = f"the compiled lookup was not there yet, and {budget_spent(work)}"
         code, why = NO_TIME, f"not measured: {why}"
     except UnsupportedError as error:

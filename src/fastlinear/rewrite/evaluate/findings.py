@@ -11,7 +11,7 @@ from fastlinear.core.cost import measure_ceilings, roofline
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.timing import Ratio, Samples, paired_ratio
 from fastlinear.dispatch.backend import family
-from fastlinear.ops.common import fastpath
+from fastlinear.fastpath import lookup
 from fastlinear.profile.records import IN_PLACE, Finding
 from fastlinear.rewrite import registry
 from fastlinear.rewrite.evaluate import activations_left, site
@@ -109,7 +109,7 @@ def measured(work: Work, fusion: Fusion, left: int) -> Times:
     """What a fusion takes that nothing has decided about; arguments as of ``times``."""
     share = work.budget.share(4 * (1 + left), _MOST_S)
     runs: dict[str, site.Run] = {"before": fusion.before, "after": fusion.after}
-    patience_s = work.budget.share(4, fastpath.PATIENCE_S)
+    patience_s = work.budget.share(4, lookup.PATIENCE_S)
     with work.budget:
         given = fusion, runs, work.runner.device, share
         found = site.times(*given, rounds=_ROUNDS, patience_s=patience_s)

@@ -17,14 +17,14 @@ from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.select import Choice
 from fastlinear.dispatch.steps import tuning_order
-from fastlinear.ops.common import fastpath
-from fastlinear.ops.gated_mlp import problem as gated
-from fastlinear.ops.gated_mlp.selection import choices_of as gated_choices
-from fastlinear.ops.grouped_linear import problem as grouped
-from fastlinear.ops.grouped_linear.selection import choices_of as grouped_choices
-from fastlinear.ops.linear_act.selection import choices_of
-from fastlinear.ops.mlp import problem as mlp
-from fastlinear.ops.mlp.selection import choices_of as chain_choices
+from fastlinear.families.gated import problem as gated
+from fastlinear.families.gated.selection import choices_of as gated_choices
+from fastlinear.families.grouped import problem as grouped
+from fastlinear.families.grouped.selection import choices_of as grouped_choices
+from fastlinear.families.linear.selection import choices_of
+from fastlinear.families.mlp import problem as mlp
+from fastlinear.families.mlp.selection import choices_of as chain_choices
+from fastlinear.fastpath import lookup
 from fastlinear.rewrite.swap.modules import SwapSet
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.verify.running import Runner
@@ -143,9 +143,9 @@ def tune_all(
             continue
         share = min(_MAX_TUNE_S, max(0.0, left) / (len(work) - i))
         try:
-            with fastpath.patience(max(0.0, left)):
+            with lookup.patience(max(0.0, left)):
                 done[problem] = tuning.tune(problem, device=device, budget_s=share, seed=seed)
-        except fastpath.NotYetError:
+        except lookup.NotYetError:
             budget.untuned += 1
             budget.compiling = True
         except Exception as error:
@@ -170,7 +170,7 @@ def model_pair(
     budget_s: float,
     min_speedup: float = 1.0,
     against: SwapSet | None = None,
-    patience_s: float = fastpath.PATIENCE_S,
+    patience_s: float = lookup.PATIENCE_S,
 ) -> Pair:
     """A/B of the whole model: the two arms switch the same model's forwards off and on, so that
     no second copy of it is needed. Measured a second time, longer, if the first interval holds
@@ -190,7 +190,7 @@ def model_pair(
         runner.told_step(model, call, "while it was timed rewritten")
 
     pair = None
-    fastpath.settle(min(fastpath.PATIENCE_S, patience_s))
+    lookup.settle(min(lookup.PATIENCE_S, patience_s))
     try:
         for rounds, share in zip(_MODEL_ROUNDS, (1 / 3, 2 / 3), strict=True):
             times = interleave(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastlinear.dispatch.confidence import load_in_words
-from fastlinear.ops.common import cpp_build
+from fastlinear.native import cpp_build
 from fastlinear.rewrite.work import UNDECIDED, Work
 
 NO_TIME = "no_time"

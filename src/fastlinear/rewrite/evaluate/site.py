@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastlinear.core.compare import Verdict
 from fastlinear.core.timing import Samples, interleave
-from fastlinear.ops.common import fastpath
+from fastlinear.fastpath import lookup
 from fastlinear.rewrite.evaluate.measure import Pair
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.calls import Kind, Results
@@ -87,7 +87,7 @@ def times(
     device: torch.device,
     budget_s: float,
     rounds: int = _ROUNDS,
-    patience_s: float = fastpath.PATIENCE_S,
+    patience_s: float = lookup.PATIENCE_S,
 ) -> tuple[dict[str, Samples], int]:
     """Ways to compute one site, interleaved.
 
@@ -112,7 +112,7 @@ def times(
 
     if not isinstance(candidate, Candidate):
         # its calls take the compiled fast path once that is there
-        fastpath.wait(min(patience_s, fastpath.PATIENCE_S))
+        lookup.wait(min(patience_s, lookup.PATIENCE_S))
     found = interleave(
         {name: arm(run) for name, run in runs.items()},
         device=device,

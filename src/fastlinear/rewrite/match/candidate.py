@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act import reference
-from fastlinear.ops.linear_act.op import problem_of
+from fastlinear.families.linear import reference
+from fastlinear.families.linear.op import problem_of
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.eligible import Refusal

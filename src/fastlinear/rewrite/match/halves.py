@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fastlinear.ops.gated_mlp.stacking import STACKED, halves
+from fastlinear.families.gated.stacking import STACKED, halves
 
 RANKS = (1, 2, 3, 4)
 """Of values whose halves are looked at."""

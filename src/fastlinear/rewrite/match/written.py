@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import FOREIGN_ERRORS
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.aten_steps import op_names
+from fastlinear.fastpath.aten_steps import op_names
 from fastlinear.profile.recognise import recognise
 
 _NAMES = """

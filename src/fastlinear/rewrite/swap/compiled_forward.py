@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fastlinear.nn.graph_modules import Modules, hooks_of
+from fastlinear.cuda_graphs.modules import Modules, hooks_of
 from fastlinear.rewrite.swap.forwards import Forward, watched
 from fastlinear.rewrite.swap.modules import Swap
 from fastlinear.rewrite.swap.stand_in import Bound

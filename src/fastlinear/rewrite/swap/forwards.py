@@ -17,12 +17,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._device import DeviceContext
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import InputError
 from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.wrappers import PLAIN
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act import linear_act
-from fastlinear.ops.mlp import mlp
+from fastlinear.families.linear import linear_act
+from fastlinear.families.mlp import mlp
 from fastlinear.rewrite.swap.functional_linear import FunctionalLinear
 from fastlinear.rewrite.swap.stand_in import mark
 

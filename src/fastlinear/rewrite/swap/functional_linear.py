@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastlinear.ops.common.calls import PLAIN
+from fastlinear.core.calls import PLAIN
 from fastlinear.profile.equations import Linear
 
 LINEAR, ADDMM, SUM, EINSUM = "linear", "addmm", "sum", "einsum"

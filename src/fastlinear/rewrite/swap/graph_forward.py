@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fastlinear.nn.graphed import Graphed, graphed, no_graph_here
+from fastlinear.cuda_graphs.graphed import Graphed, graphed, no_graph_here
 from fastlinear.rewrite.swap.forwards import Forward, watched
 from fastlinear.rewrite.swap.modules import Swap
 from fastlinear.rewrite.swap.stand_in import Bound

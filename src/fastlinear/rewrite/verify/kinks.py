@@ -25,12 +25,12 @@ from torch import Tensor
 
 from fastlinear.core.compare import KINKED, other_side
 from fastlinear.core.function_mode import KnowingMode
-from fastlinear.ops.grouped_linear.op import grouped_linear
-from fastlinear.ops.linear_act import linear_act
-from fastlinear.ops.mlp import mlp
-from fastlinear.ops.mlp import reference as chain
-from fastlinear.ops.mlp.autograd import Formula
-from fastlinear.ops.mlp.op import by_formula
+from fastlinear.families.grouped.op import grouped_linear
+from fastlinear.families.linear import linear_act
+from fastlinear.families.mlp import mlp
+from fastlinear.families.mlp import reference as chain
+from fastlinear.families.mlp.autograd import Formula
+from fastlinear.families.mlp.op import by_formula
 from fastlinear.rewrite.swap.layered import LAYERED
 
 _FUSED = KINKED | {"relu2"}  # relu2's derivative is continuous, but its relu alone is a kink

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.errors import FastlinearError, InputError
+from fastlinear.core.tensor_kinds import densely, is_odd
 from fastlinear.core.wrappers import PLAIN
-from fastlinear.ops.common.tensor_kinds import densely, is_odd
 from fastlinear.profile.raised import PASSED_ON, raised
 from fastlinear.profile.step import loss_of, private_copy
 from fastlinear.rewrite.verify.inputs import Call

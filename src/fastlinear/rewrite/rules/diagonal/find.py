@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.ops.diagonal_linear import reference
-from fastlinear.ops.diagonal_linear.op import diagonal_linear
-from fastlinear.ops.diagonal_linear.problem import NAME, STEP, problem_of
+from fastlinear.families.diagonal import reference
+from fastlinear.families.diagonal.op import diagonal_linear
+from fastlinear.families.diagonal.problem import NAME, STEP, problem_of
 from fastlinear.profile.step import is_compiled
 from fastlinear.rewrite.fusion import Fusion, Report
 from fastlinear.rewrite.in_code import in_code

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fastlinear.ops.diagonal_linear.op import diagonal_linear
+from fastlinear.families.diagonal.op import diagonal_linear
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.rules.diagonal.recognise import recognise
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS

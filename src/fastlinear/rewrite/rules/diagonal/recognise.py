@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph
 
+from fastlinear.activations.reference import NAMES
 from fastlinear.core.errors import FOREIGN_ERRORS
+from fastlinear.families.diagonal import reference
 from fastlinear.nn.recognised import Scaling, register
-from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.diagonal_linear import reference
 from fastlinear.rewrite.match.alone import (
     inputs,
     leaves_alone,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastlinear.ops.common.aten_steps import name_of
+from fastlinear.fastpath.aten_steps import name_of
 
 _aten = torch.ops.aten
 _MUL = {_aten.mul.Tensor, _aten.mul_.Tensor}

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fastlinear.ops.gated_mlp.problem import NAME
+from fastlinear.families.gated.problem import NAME
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.graph import Observed, Untraceable, trace
 from fastlinear.rewrite.fusion import Fusion, InForward

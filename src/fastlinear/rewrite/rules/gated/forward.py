@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import InputError
+from fastlinear.families.gated.op import call, gated_linear, gated_mlp
+from fastlinear.families.gated.stacking import Biases, Weights, split_pre
 from fastlinear.nn.recognised import Gated, weights_of
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.gated_mlp.op import call, gated_linear, gated_mlp
-from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
 from fastlinear.profile.graph import Observed
 from fastlinear.rewrite.swap.forwards import (
     PLAIN_LINEARS,

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.problem import Problem
+from fastlinear.families.gated import reference
+from fastlinear.families.gated.problem import NAME
+from fastlinear.families.gated.selection import problem_of
+from fastlinear.families.gated.stacking import Biases, Weights, split_pre
 from fastlinear.nn.recognised import Gated
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.gated_mlp import reference
-from fastlinear.ops.gated_mlp.problem import NAME
-from fastlinear.ops.gated_mlp.selection import problem_of
-from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
 from fastlinear.rewrite.fusion import Dispatch, Fusion, InForward, WholeForward
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.written import Written

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastlinear.activations.reference import activation as activation_of
+from fastlinear.families.gated.problem import NAME
+from fastlinear.families.gated.stacking import Biases, Weights, hidden, out_features, split_pre
 from fastlinear.nn.recognised import Gated
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.gated_mlp.problem import NAME
-from fastlinear.ops.gated_mlp.stacking import Biases, Weights, hidden, out_features, split_pre
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.rewrite.fusion import Fusion, WholeForward

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.problem import Problem
 from fastlinear.core.wrappers import PLAIN
-from fastlinear.ops.gated_mlp.problem import NAME
-from fastlinear.ops.gated_mlp.selection import problem_of
-from fastlinear.ops.gated_mlp.stacking import Needs
+from fastlinear.families.gated.problem import NAME
+from fastlinear.families.gated.selection import problem_of
+from fastlinear.families.gated.stacking import Needs
 from fastlinear.profile.timeline import Timeline, timeline
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.calls import Kind, Results, SiteCalls

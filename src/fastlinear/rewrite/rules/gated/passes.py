@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fastlinear.ops.common import aten_steps
-from fastlinear.ops.linear_act.onednn import is_post_op
+from fastlinear.families.linear.cpu.onednn import is_post_op
+from fastlinear.fastpath import aten_steps
 
 _PRODUCT = (3, 6)  # of the two halves
 _GLU = (3, 5)  # both in PyTorch's own glu

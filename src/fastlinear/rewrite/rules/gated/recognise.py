@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import FOREIGN_ERRORS
+from fastlinear.families.gated.stacking import split_pre
 from fastlinear.nn.recognised import PLAIN, Gated, register
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.gated_mlp.stacking import split_pre
 from fastlinear.rewrite.match.alone import (
     inputs,
     leaves_alone,

@@ -11,8 +11,8 @@ from fastlinear.core.cost import floor_us, measure_ceilings, roofline
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family
-from fastlinear.ops.gated_mlp.problem import NAME, STEP
-from fastlinear.ops.gated_mlp.selection import choices_of
+from fastlinear.families.gated.problem import NAME, STEP
+from fastlinear.families.gated.selection import choices_of
 from fastlinear.profile.records import IN_PLACE, Finding
 from fastlinear.profile.timeline import Timeline
 from fastlinear.rewrite.finding import OFFERED, Told, in_words

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.explain import mib
-from fastlinear.ops.gated_mlp.saved_memory import account, way_of
-from fastlinear.ops.gated_mlp.stacking import Needs
+from fastlinear.families.gated.saved_memory import account, way_of
+from fastlinear.families.gated.stacking import Needs
 from fastlinear.rewrite.rules.gated.modules import GatedSite
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from fastlinear.ops.gated_mlp.problem import NAME
+from fastlinear.families.gated.problem import NAME
 from fastlinear.profile.records import Finding
 from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.match.eligible import Refusal

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fastlinear.core.cost import Cost
 from fastlinear.core.problem import Problem
-from fastlinear.ops.grouped_linear.problem import NAME
-from fastlinear.ops.linear_act.op import problem_of
+from fastlinear.families.grouped.problem import NAME
+from fastlinear.families.linear.op import problem_of
 from fastlinear.rewrite.fusion import Fusion, Report
 from fastlinear.rewrite.match.calls import Kind, SiteCalls
 from fastlinear.rewrite.session import Session

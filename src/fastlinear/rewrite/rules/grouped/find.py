@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
 
-from fastlinear.ops.grouped_linear.problem import NAME
+from fastlinear.families.grouped.problem import NAME
 from fastlinear.rewrite.fusion import Fusion, InSequential
-from fastlinear.rewrite.rules.grouped.lists.find import standing_lists
+from fastlinear.rewrite.rules.grouped.lists.find import found_lists
 from fastlinear.rewrite.rules.grouped.modules.find import module_fusion
-from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing, standing, suspects
+from fastlinear.rewrite.rules.grouped.parallel_mlps.find import FoundGroup, found_groups, suspects
 from fastlinear.rewrite.rules.grouped.rows.find import rows_of
 from fastlinear.rewrite.rules.grouped.watch import listed, watched
 from fastlinear.rewrite.session import Session
@@ -29,8 +29,8 @@ class Matched:
     """
 
     fusions: list[Fusion] = field(default_factory=list)
-    parallel_mlps: list[Standing] = field(default_factory=list)
-    lists: list[Standing] = field(default_factory=list)
+    parallel_mlps: list[FoundGroup] = field(default_factory=list)
+    lists: list[FoundGroup] = field(default_factory=list)
 
 
 def find(session: Session) -> list[Fusion]:
@@ -68,9 +68,9 @@ def match(session: Session) -> Matched:
     return matched
 
 
-def _made(session: Session, standing: Iterable[Standing]) -> list[Fusion]:
+def _made(session: Session, groups: Iterable[FoundGroup]) -> list[Fusion]:
     found: list[Fusion] = []
-    for one in standing:
+    for one in groups:
         if isinstance(one.made, str):
             session.left_alone.setdefault(one.linears[0], one.made)
         else:
@@ -78,21 +78,21 @@ def _made(session: Session, standing: Iterable[Standing]) -> list[Fusion]:
     return found
 
 
-def _lists(session: Session, gone: Container[str]) -> list[Standing]:
+def _lists(session: Session, gone: Container[str]) -> list[FoundGroup]:
     found = []
     for fqn, names in session.once(listed).items():
         if session.model.get_submodule(fqn) in session.arguments:
-            every = standing_lists(session, fqn, names)
+            every = found_lists(session, fqn, names)
             found += [one for one in every if not any(n in gone for n in one.linears)]
     return found
 
 
-def _parallel_mlps(session: Session, gone: Container[str]) -> list[Standing]:
+def _parallel_mlps(session: Session, gone: Container[str]) -> list[FoundGroup]:
     found = []
     for fqn, names in suspects(session.model).items():
         if session.model.get_submodule(fqn) not in session.arguments:
             continue
-        for one in standing(session, fqn, names):
+        for one in found_groups(session, fqn, names):
             if not isinstance(one.made, str) and any(n in gone for n in one.made.names):
                 one = replace(one, made=_TAKEN)
             found.append(one)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.wrappers import PLAIN
-from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear.op import grouped_linear
-from fastlinear.ops.grouped_linear.selection import problem_of
+from fastlinear.families.grouped import layout as layouts
+from fastlinear.families.grouped.op import grouped_linear
+from fastlinear.families.grouped.selection import problem_of
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.rules.grouped.advice import advised, cost_of, report

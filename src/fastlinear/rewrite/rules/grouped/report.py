@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fastlinear.ops.grouped_linear.problem import NAME
+from fastlinear.families.grouped.problem import NAME
 from fastlinear.profile.records import Finding
 from fastlinear.rewrite.finding import Told, not_measured, part_of, within
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.rules.grouped.advice import LIST
 from fastlinear.rewrite.rules.grouped.find import match
 from fastlinear.rewrite.rules.grouped.modules.report import of_module
-from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing
+from fastlinear.rewrite.rules.grouped.parallel_mlps.find import FoundGroup
 from fastlinear.rewrite.rules.grouped.products import WHY, of_product
 from fastlinear.rewrite.rules.grouped.rows.report import of_row
-from fastlinear.rewrite.rules.grouped.side_by_side import of_standing
+from fastlinear.rewrite.rules.grouped.side_by_side import of_found
 from fastlinear.rewrite.rules.grouped.watch import watched
 from fastlinear.rewrite.session import Session
 
@@ -23,8 +23,8 @@ from fastlinear.rewrite.session import Session
 def findings(session: Session) -> list[Told]:
     """One for layers that ``grouped_linear`` computes faster as one, rewritten or not, and for
     those there was no time to measure."""
-    standing = session.once(match).parallel_mlps
-    found = [Told(_untold(one)) for one in standing if not one.parallel_mlps]
+    groups = session.once(match).parallel_mlps
+    found = [Told(_untold(one)) for one in groups if not one.parallel_mlps]
     fusions = [fusion for fusion in _fusions(session) if fusion is not None]
     for i, fusion in enumerate(fusions, 1):
         told = session.finding(fusion, len(fusions) - i)
@@ -40,12 +40,12 @@ def _fusions(session: Session) -> Iterator[Fusion | None]:
     for whole, calls in seen.wholes:
         yield of_module(session, whole, calls, made.get(whole.members or (whole.fqn,)))
     for one in matched.parallel_mlps:
-        yield of_standing(session, one, seen.firsts, listed=False)
+        yield of_found(session, one, seen.firsts, listed=False)
     known = [set(row.members) for row in seen.rows]
     known += [set(whole.members) for whole, _ in seen.wholes]
     for one in matched.lists:
         if set(one.linears) not in known:
-            yield of_standing(session, one, seen.firsts, listed=True)
+            yield of_found(session, one, seen.firsts, listed=True)
     for product in seen.products:
         session.left_alone[product.fqn] = WHY
         yield of_product(session, product)
@@ -68,9 +68,9 @@ def _once(found: list[Told]) -> list[Told]:
     return found
 
 
-def _untold(one: Standing) -> Finding:
+def _untold(one: FoundGroup) -> Finding:
     """Sequentials side by side that are no parallel MLPs."""
     words = f"{len(one.names)} Sequentials side by side run one after another"
     first, *_, last = one.names
     title = f"{first!r} to {last!r}"
-    return not_measured(NAME, one.fqn, title, words, str(one.made), {"kind": "towers"})
+    return not_measured(NAME, one.fqn, title, words, str(one.made), {"kind": "parallel_mlps"})

@@ -8,22 +8,22 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.in_code import in_code, in_code_together
 from fastlinear.rewrite.rules.grouped.advice import LIST, advised, first_problem, report, strided
 from fastlinear.rewrite.rules.grouped.modules.forward import parameters_of
-from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing
-from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import Way, abreast, fit
+from fastlinear.rewrite.rules.grouped.parallel_mlps.find import FoundGroup
+from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import Way, fit, parallel_layers
 from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import ParallelMLP
 from fastlinear.rewrite.rules.grouped.rows.observed import Seen
 from fastlinear.rewrite.session import Session
 
 
-def of_standing(
-    session: Session, one: Standing, firsts: Mapping[str, Sequence[Seen]], listed: bool
+def of_found(
+    session: Session, one: FoundGroup, firsts: Mapping[str, Sequence[Seen]], listed: bool
 ) -> Fusion | None:
     """What there is to measure of parallel MLPs, or of a list where ``listed``. None where nothing
     says that they do not wait for each other, or what they are given; ``firsts`` are the calls of
@@ -53,9 +53,10 @@ def of_standing(
     words, more, advice = _words(session, one, way, listed, any(b is not None for b in biases[0]))
     told = report(
         session,
-        kind=LIST if listed else "towers",
+        kind=LIST if listed else "parallel_mlps",
         title=f"{words} on {read}",
-        words=f"{words.replace('towers', 'Sequentials')} on {read}{more} run one after another",
+        words=f"{words.replace('parallel MLPs', 'Sequentials')} on {read}{more} run one after "
+        "another",
         advice=advice,
         linears=one.linears,
         cost=_cost(one.parallel_mlps, seen, len(inputs)),
@@ -73,7 +74,7 @@ def of_standing(
         return tuple(value(type(m).forward(m, x)) for m, x in zip(modules, given(x), strict=True))
 
     def after(x: Tensor) -> tuple[Tensor, ...]:
-        return abreast(given(x), weights, biases, way=way)
+        return parallel_layers(given(x), weights, biases, way=way)
 
     sizes = tuple(mlp.sizes for mlp in one.parallel_mlps)
     return advised(
@@ -97,7 +98,7 @@ def _there_before(seen: Sequence[Seen]) -> bool:
 
 
 def _words(
-    session: Session, one: Standing, way: Way, listed: bool, bias: bool
+    session: Session, one: FoundGroup, way: Way, listed: bool, bias: bool
 ) -> tuple[str, str, str]:
     """What they are, what follows each, and what to put in their place."""
     count, equal = len(one.names), len({mlp.sizes for mlp in one.parallel_mlps}) == 1
@@ -113,7 +114,7 @@ def _words(
     advice = f"fl.nn.GroupedLinear.from_linears, one a layer, of {named}"
     if not equal:
         advice = f"fl.unequal_linear, a call a layer, with {named}"
-    return f"{count} towers of {len(way.activations)} linears", "", advice
+    return f"{count} parallel MLPs of {len(way.activations)} linears", "", advice
 
 
 def _cost(parallel_mlps: Sequence[ParallelMLP], seen: Sequence[Seen], inputs: int) -> Cost:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fastlinear.ops.common.tensor_kinds import is_odd
+from fastlinear.core.tensor_kinds import is_odd
 from fastlinear.profile.observe import own_copy
 from fastlinear.profile.step import is_compiled
 from fastlinear.rewrite.match.calls import Kind, SiteCalls

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastlinear.activations.reference import activation as activation_of
+from fastlinear.core.calls import forward_mode, recorded, transforms_active
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.fork_lock import ForkLock
-from fastlinear.ops.common import cpp_build
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.calls import forward_mode, recorded, transforms_active
+from fastlinear.native import cpp_build
 from fastlinear.rewrite.swap.forwards import (
     call_linear_act,
     is_hooked,

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Node
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.global_names import own_codes
-from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.profile.effects import class_forward, functions_of
 from fastlinear.rewrite.fusion import Dispatch, Fusion, InForward, Report
 from fastlinear.rewrite.match.candidate import Candidate, problems_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.fx import Graph
 
-from fastlinear.ops.mlp.problem import NAME
+from fastlinear.families.mlp.problem import NAME
 from fastlinear.profile.graph import TENSOR
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass

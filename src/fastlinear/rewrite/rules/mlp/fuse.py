@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.mlp import reference
-from fastlinear.ops.mlp.problem import NAME
-from fastlinear.ops.mlp.selection import problem_of
+from fastlinear.families.mlp import reference
+from fastlinear.families.mlp.problem import NAME
+from fastlinear.families.mlp.selection import problem_of
 from fastlinear.rewrite.fusion import Dispatch, Fusion, InForward, InSequential
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.candidate import Candidate, named, weights_and_biases

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from fastlinear.ops.common.activations import widened
-from fastlinear.ops.unequal_linear.op import explain
+from fastlinear.activations.reference import widened
+from fastlinear.families.grouped.unequal.op import explain
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different
@@ -20,11 +20,11 @@ from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.grouped.lists.fuse import OWN_INPUTS, PARTS, SHARED, fused_list
 from fastlinear.rewrite.rules.grouped.lists.traced import LISTS, Lists
-from fastlinear.rewrite.rules.grouped.parallel_mlps.find import Standing
+from fastlinear.rewrite.rules.grouped.parallel_mlps.find import FoundGroup
 from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import LISTS as BY_LISTS
 from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import Way
 from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import (
-    Abreast,
+    ParallelGroup,
     ParallelMLP,
     parallel_mlp_of,
 )
@@ -58,9 +58,9 @@ def _is_list(model: nn.Module, fqn: str) -> bool:
     return type(found) in LISTS
 
 
-def standing_lists(session: Session, fqn: str, lists: Sequence[tuple[str, ...]]) -> list[Standing]:
+def found_lists(session: Session, fqn: str, lists: Sequence[tuple[str, ...]]) -> list[FoundGroup]:
     """The linears of a module's lists: what they may become, or why they are left alone."""
-    model, traced, found = session.model, session.offers(fqn), list[Standing]()
+    model, traced, found = session.model, session.offers(fqn), list[FoundGroup]()
     if isinstance(traced, Refusal):
         why = traced.reason.rstrip(".")
         return [_left(fqn, model, names, why, unsure=True) for names in lists]
@@ -69,7 +69,7 @@ def standing_lists(session: Session, fqn: str, lists: Sequence[tuple[str, ...]])
         made = _chain(session, fqn, group, traced)
         names = tuple(_full(fqn, n) for n in group.names)
         way = None if isinstance(made, str) else Way(group.activations, BY_LISTS)
-        found.append(Standing(fqn, group.parallel_mlps, names, made, way=way))
+        found.append(FoundGroup(fqn, group.parallel_mlps, names, made, way=way))
     for names in lists:
         left = [seen.left[n] for n in (inside(fqn, name) or "" for name in names) if n in seen.left]
         if left:
@@ -79,19 +79,19 @@ def standing_lists(session: Session, fqn: str, lists: Sequence[tuple[str, ...]])
 
 def _left(
     fqn: str, model: nn.Module, names: tuple[str, ...], why: str, *, unsure: bool
-) -> Standing:
+) -> FoundGroup:
     parallel_mlps = [
         parallel_mlp_of(inside(fqn, n) or "", model.get_submodule(n), {}) for n in names
     ]
     plain = tuple(mlp for mlp in parallel_mlps if isinstance(mlp, ParallelMLP))
-    return Standing(fqn, plain, names, why, unsure)
+    return FoundGroup(fqn, plain, names, why, unsure)
 
 
 def _full(fqn: str, name: str) -> str:
     return f"{fqn}.{name}" if fqn else name
 
 
-def _chain(session: Session, fqn: str, group: Abreast, traced: Fusable) -> Fusion | str:
+def _chain(session: Session, fqn: str, group: ParallelGroup, traced: Fusable) -> Fusion | str:
     """One call, or why they are left alone."""
     full = [_full(fqn, name) for name in group.names]
     for name in full:
@@ -132,7 +132,7 @@ def _read(members: Sequence[Candidate]) -> str:
     return PARTS
 
 
-def _why_not(group: Abreast, members: Sequence[Candidate]) -> str | None:
+def _why_not(group: ParallelGroup, members: Sequence[Candidate]) -> str | None:
     """Why ``unequal_linear`` would not compute them together, or None."""
     autocast = members[0].calls.autocast
     name = None if autocast is None else widened(group.activations)

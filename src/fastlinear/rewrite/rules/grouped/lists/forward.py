@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlinear.activations.reference import activation as activation_of
+from fastlinear.core.calls import PLAIN
 from fastlinear.core.errors import InputError
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.calls import PLAIN
-from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import LISTS, Way, abreast
+from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import LISTS, Way, parallel_layers
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS, is_hooked, overridden
 
 
@@ -38,7 +38,7 @@ def call_list(
     found = None if overridden() else _parameters(held, keys)
     if found is not None and not _cast_otherwise(xs[0], activation):
         try:
-            return abreast(xs, [found[0]], [found[1]], way=Way((activation,), LISTS))
+            return parallel_layers(xs, [found[0]], [found[1]], way=Way((activation,), LISTS))
         except InputError:
             pass  # the layers say what is wrong, or take it
     value = activation_of(activation).value

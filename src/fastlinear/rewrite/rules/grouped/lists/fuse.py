@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.rewrite.fusion import Dispatch, Fusion, InForward
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate
@@ -17,7 +17,7 @@ from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.rules.grouped.parallel_mlps.edit import parallel_mlps
 from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import Way
 from fastlinear.rewrite.rules.grouped.parallel_mlps.fuse import ParallelMLPs, alone, exact_of
-from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import Abreast
+from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import ParallelGroup
 
 UNEQUAL = "unequal_linear"
 SHARED, PARTS, OWN_INPUTS = "one input", "parts of one tensor", "inputs of their own"
@@ -27,7 +27,7 @@ def fused_list(
     fqn: str,
     parent: nn.Module,
     members: tuple[Candidate, ...],
-    group: Abreast,
+    group: ParallelGroup,
     way: Way,
     fusable: Fusable,
     reads: str,

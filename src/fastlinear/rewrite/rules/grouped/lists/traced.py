@@ -15,7 +15,7 @@ from torch.fx import Node
 from fastlinear.rewrite.match.links import Links
 from fastlinear.rewrite.match.order import behind
 from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import (
-    Abreast,
+    ParallelGroup,
     ParallelMLP,
     ParallelMLPs,
     parallel_mlp_of,
@@ -55,9 +55,9 @@ class Lists(ParallelMLPs):
         held = type(self.parent.get_submodule(home)) in LISTS
         return held and type(self.parent.get_submodule(name)) in PLAIN_LINEARS
 
-    def _abreast(self, parallel_mlps: Mapping[Node, ParallelMLP]) -> Abreast:
+    def _group(self, parallel_mlps: Mapping[Node, ParallelMLP]) -> ParallelGroup:
         """With their activation, where all have the same and nothing else reads them."""
-        made = super()._abreast(parallel_mlps)
+        made = super()._group(parallel_mlps)
         pairs = [self._pairs.get(mlp.name) for mlp in made.parallel_mlps]
         acts = {None if pair is None else pair[1] for pair in pairs}
         ends = tuple(pair[0] for pair in pairs if pair is not None)

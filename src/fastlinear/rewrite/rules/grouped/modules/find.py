@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.ops.grouped_linear.problem import NAME
+from fastlinear.families.grouped.problem import NAME
 from fastlinear.profile.graph import TENSOR, Observed, Untraceable, trace
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.calls import SiteCalls

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.calls import PLAIN
-from fastlinear.ops.grouped_linear.layout import features_of
-from fastlinear.ops.grouped_linear.op import call, grouped_linear
+from fastlinear.activations.reference import activation as activation_of
+from fastlinear.core.calls import PLAIN
+from fastlinear.families.grouped.layout import features_of
+from fastlinear.families.grouped.op import call, grouped_linear
 from fastlinear.profile.graph import Observed
 from fastlinear.rewrite.swap.forwards import (
     PLAIN_LINEARS,

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import reference
-from fastlinear.ops.grouped_linear.problem import NAME
-from fastlinear.ops.grouped_linear.selection import problem_of
+from fastlinear.families.grouped import layout as layouts
+from fastlinear.families.grouped import reference
+from fastlinear.families.grouped.problem import NAME
+from fastlinear.families.grouped.selection import problem_of
 from fastlinear.profile.graph import Observed
 from fastlinear.rewrite.fusion import Dispatch, Fusion, WholeForward
 from fastlinear.rewrite.match.calls import SiteCalls

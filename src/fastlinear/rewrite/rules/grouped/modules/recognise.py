@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.grouped_linear import reference
-from fastlinear.ops.grouped_linear.layout import LAYOUTS, features_of
+from fastlinear.activations.reference import NAMES
+from fastlinear.families.grouped import reference
+from fastlinear.families.grouped.layout import LAYOUTS, features_of
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.rules.grouped.modules.forward import (
     CHANNELS_FIRST,

@@ -10,10 +10,10 @@ from torch.fx import Graph, Node
 from fastlinear.rewrite.match.links import Edit, Links, Replacement
 from fastlinear.rewrite.rules.grouped.lists.forward import call_list
 from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import Way, call_parallel_mlps
-from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import Abreast, ParallelMLPs
+from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import ParallelGroup, ParallelMLPs
 
 
-def parallel_mlps(group: Abreast, way: Way) -> Edit:
+def parallel_mlps(group: ParallelGroup, way: Way) -> Edit:
     """Parallel MLPs, or the linears of a list, as one call each layer."""
 
     def edit(links: Links) -> Replacement:
@@ -33,7 +33,7 @@ def parallel_mlps(group: Abreast, way: Way) -> Edit:
 
 
 def _call_parallel_mlps(
-    group: Abreast, way: Way, graph: Graph, root: Node, given: Sequence[Node]
+    group: ParallelGroup, way: Way, graph: Graph, root: Node, given: Sequence[Node]
 ) -> Node:
     names = tuple(mlp.name for mlp in group.parallel_mlps)
     if group.listed:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fastlinear.ops.common.activations import widened
-from fastlinear.ops.grouped_linear.problem import NAME
-from fastlinear.ops.unequal_linear.op import explain
+from fastlinear.activations.reference import widened
+from fastlinear.families.grouped.problem import NAME
+from fastlinear.families.grouped.unequal.op import explain
 from fastlinear.profile.effects import class_forward
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
@@ -23,7 +23,7 @@ from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import LISTS, STACKED, Way
 from fastlinear.rewrite.rules.grouped.parallel_mlps.fuse import fused_parallel_mlps
 from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import (
-    Abreast,
+    ParallelGroup,
     ParallelMLP,
     ParallelMLPs,
     is_parallel_mlp,
@@ -36,7 +36,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True, eq=False)
-class Standing:
+class FoundGroup:
     """Parallel MLPs that stand side by side in one module.
 
     Attributes:
@@ -108,32 +108,32 @@ def _alike(model: nn.Module, fqn: str, names: Iterable[str]) -> list[list[Parall
     return [parallel_mlps for parallel_mlps in found.values() if len(parallel_mlps) > 1]
 
 
-def standing(session: Session, fqn: str, names: Sequence[str]) -> list[Standing]:
+def found_groups(session: Session, fqn: str, names: Sequence[str]) -> list[FoundGroup]:
     """The parallel MLPs of one module, which holds Sequentials of these names: what they may
     become, or why they are left alone."""
     model, traced = session.model, session.offers(fqn)
     if isinstance(traced, Refusal):
         why = traced.reason.rstrip(".")
         alike = _alike(model, fqn, names)
-        return [Standing(fqn, tuple(t), _in(fqn, t), why, unsure=True) for t in alike]
+        return [FoundGroup(fqn, tuple(t), _in(fqn, t), why, unsure=True) for t in alike]
     parallel_mlps = traced.links.once(ParallelMLPs)
     found = []
     for group in parallel_mlps.found:
         names = _in(fqn, group.parallel_mlps)
         made = _chain(session, fqn, group, traced)
         if isinstance(made, str):
-            found.append(Standing(fqn, group.parallel_mlps, names, made))
+            found.append(FoundGroup(fqn, group.parallel_mlps, names, made))
         else:
-            found.append(Standing(fqn, group.parallel_mlps, names, made[0], way=made[1]))
+            found.append(FoundGroup(fqn, group.parallel_mlps, names, made[0], way=made[1]))
     for why, same in _by_reason(parallel_mlps.left).items():
         known = [
             parallel_mlp_of(name, model.get_submodule(fqn).get_submodule(name), {}) for name in same
         ]
         plain = [mlp for mlp in known if isinstance(mlp, ParallelMLP)]
         if len(plain) < len(same):
-            found.append(Standing(fqn, (), tuple(_full(fqn, name) for name in same), why))
+            found.append(FoundGroup(fqn, (), tuple(_full(fqn, name) for name in same), why))
         else:
-            found.append(Standing(fqn, tuple(plain), _in(fqn, plain), why))
+            found.append(FoundGroup(fqn, tuple(plain), _in(fqn, plain), why))
     return found
 
 
@@ -154,7 +154,9 @@ def _in(fqn: str, parallel_mlps: Iterable[ParallelMLP]) -> tuple[str, ...]:
     return tuple(_full(fqn, mlp.name) for mlp in parallel_mlps)
 
 
-def _chain(session: Session, fqn: str, group: Abreast, traced: Fusable) -> tuple[Fusion, Way] | str:
+def _chain(
+    session: Session, fqn: str, group: ParallelGroup, traced: Fusable
+) -> tuple[Fusion, Way] | str:
     """One call a layer and how, or why they are left alone."""
     full = [_full(fqn, name) for name in group.names]
     for name in full:
@@ -162,14 +164,14 @@ def _chain(session: Session, fqn: str, group: Abreast, traced: Fusable) -> tuple
             return why
     backend, members = session.backends.get(NAME), tuple(session.candidates[n] for n in full)
     if not (one_pass(members) and all_different(members)):
-        return "its towers are called with inputs of different shapes, or share a linear"
+        return "its parallel MLPs are called with inputs of different shapes, or share a linear"
     way = _way(group, members, backend)
     if isinstance(way, str):
         return way
     return fused_parallel_mlps(fqn, traced.parent, members, group, way, traced, backend), way
 
 
-def _way(group: Abreast, members: Sequence[Candidate], backend: str | None) -> Way | str:
+def _way(group: ParallelGroup, members: Sequence[Candidate], backend: str | None) -> Way | str:
     """How a layer of all of them is one call, or why it is none."""
     first = members[0].calls
     name = None if first.autocast is None else widened(group.activations)

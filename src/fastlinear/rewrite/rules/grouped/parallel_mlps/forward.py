@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fastlinear.ops.common.activations import widened
-from fastlinear.ops.common.calls import PLAIN
-from fastlinear.ops.grouped_linear.op import grouped_linear
-from fastlinear.ops.unequal_linear import unequal_linear
+from fastlinear.activations.reference import widened
+from fastlinear.core.calls import PLAIN
+from fastlinear.families.grouped.op import grouped_linear
+from fastlinear.families.grouped.unequal import unequal_linear
 from fastlinear.rewrite.rules.grouped.modules.forward import layers_of, parameters_of, stacked
 from fastlinear.rewrite.swap.forwards import overridden
 from fastlinear.rewrite.swap.layered import LAYERED, Layered
@@ -65,7 +65,7 @@ def call_parallel_mlps(
         weights, biases = [w for w, _ in pairs], [b for _, b in pairs]
         way = Way(activations, kind, backend)
         if fit(xs, weights, biases, way):
-            return abreast(xs, weights, biases, way=way)
+            return parallel_layers(xs, weights, biases, way=way)
     return tuple(parent.get_submodule(n)(x) for n, x in zip(parallel_mlps, xs, strict=True))
 
 
@@ -102,13 +102,15 @@ def _alike(weights: Sequence[Any], biases: Sequence[Any]) -> bool:
     return same and len({b is None for b in biases}) == 1
 
 
-def abreast(
+def parallel_layers(
     xs: Sequence[Tensor], weights: Layers, biases: Layers, *, way: Way
 ) -> tuple[Tensor, ...]:
     """Parallel MLPs whose layers ``fit``, each on its input; as one of torch's functions: a
     function mode sees the call whole."""
     if has_torch_function(xs):
-        ys: tuple[Tensor, ...] = handle_torch_function(abreast, xs, xs, weights, biases, way=way)
+        ys: tuple[Tensor, ...] = handle_torch_function(
+            parallel_layers, xs, xs, weights, biases, way=way
+        )
         return ys
     return layered(xs, weights, biases, way)[-1]
 
@@ -138,7 +140,7 @@ def layered(
     return found
 
 
-LAYERED[abreast] = Layered(
+LAYERED[parallel_layers] = Layered(
     activations=lambda *_, way: way.activations,
     results=lambda xs, weights, biases, way: layered(xs, weights, biases, way),
 )

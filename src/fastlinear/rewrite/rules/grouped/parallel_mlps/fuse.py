@@ -9,20 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear.problem import NAME
-from fastlinear.ops.grouped_linear.selection import problem_of
-from fastlinear.ops.linear_act import reference
+from fastlinear.families.grouped import layout as layouts
+from fastlinear.families.grouped.problem import NAME
+from fastlinear.families.grouped.selection import problem_of
+from fastlinear.families.linear import reference
 from fastlinear.rewrite.fusion import Dispatch, Fusion, InForward, InSequential
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate, weights_and_biases
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.rules.grouped.modules.forward import stacked
 from fastlinear.rewrite.rules.grouped.parallel_mlps.edit import parallel_mlps
-from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import LISTS, Layers, Way, abreast
-from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import Abreast
+from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import (
+    LISTS,
+    Layers,
+    Way,
+    parallel_layers,
+)
+from fastlinear.rewrite.rules.grouped.parallel_mlps.traced import ParallelGroup
 from fastlinear.rewrite.swap.sequential_forward import sequential_forward
 
 
@@ -30,7 +35,7 @@ def fused_parallel_mlps(
     fqn: str,
     parent: nn.Module,
     members: tuple[Candidate, ...],
-    group: Abreast,
+    group: ParallelGroup,
     way: Way,
     fusable: Fusable,
     backend: str | None,
@@ -70,7 +75,8 @@ def fused_parallel_mlps(
         exact=made.exact,
         forward=InForward(fusable, parallel_mlps(group, way)),
         alike=(tuple(mlp.sizes for mlp in group.parallel_mlps), way, group.shared),
-        what=f"its {len(group.parallel_mlps)} towers of {len(way.activations)} linears, each layer",
+        what=f"its {len(group.parallel_mlps)} parallel MLPs of {len(way.activations)} linears, "
+        "each layer",
     )
 
 
@@ -80,7 +86,7 @@ class ParallelMLPs:
 
     parent: nn.Module
     members: tuple[Candidate, ...]
-    group: Abreast
+    group: ParallelGroup
     way: Way
 
     def calls(self) -> SiteCalls:
@@ -175,7 +181,7 @@ class ParallelMLPs:
 
     def after(self, x: Tensor) -> tuple[Tensor, ...]:
         """One call a layer."""
-        return abreast(self.inputs(x), *self._held(), way=self.way)
+        return parallel_layers(self.inputs(x), *self._held(), way=self.way)
 
     def exact(self, x: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """The same by differentiable torch ops on other values, for the oracle in float64."""

@@ -45,7 +45,7 @@ class ParallelMLP:
 
 
 @dataclass(frozen=True, eq=False)
-class Abreast:
+class ParallelGroup:
     """Parallel MLPs of one parent that may be computed together.
 
     Attributes:
@@ -161,7 +161,7 @@ class ParallelMLPs:
     def __init__(self, links: Links) -> None:
         self.parent, self.order = links.parent, list(links.graph.nodes)
         self.left: dict[str, str] = {}
-        self.found: list[Abreast] = []
+        self.found: list[ParallelGroup] = []
         self._called = self._calls()
         known: dict[Any, str | None] = {}
         made = {
@@ -180,12 +180,12 @@ class ParallelMLPs:
         for same in _sorted(alone, lambda t: t.activations):
             self._level_by_level(same)
 
-    def like(self, group: Abreast) -> Abreast:
+    def like(self, group: ParallelGroup) -> ParallelGroup:
         """The same parallel MLPs as those of another trace of this forward."""
         calls = {str(n.target): n for n in self.order if n.op == "call_module"}
         nodes = tuple(calls[mlp.name] for mlp in group.parallel_mlps)
         ends = tuple(next(iter(node.users)) for node in nodes) if group.ends else ()
-        return Abreast(group.parallel_mlps, group.shared, nodes, ends)
+        return ParallelGroup(group.parallel_mlps, group.shared, nodes, ends)
 
     def _calls(self) -> dict[str, Node]:
         """The parallel MLPs that are called once, on one value."""
@@ -220,19 +220,19 @@ class ParallelMLPs:
             if why is not None:
                 self.left |= {str(n.target): why for n in nodes}
                 continue
-            self.found.append(self._abreast({n: parallel_mlps[n] for n in nodes}))
+            self.found.append(self._group({n: parallel_mlps[n] for n in nodes}))
         return alone
 
-    def _abreast(self, parallel_mlps: Mapping[Node, ParallelMLP]) -> Abreast:
+    def _group(self, parallel_mlps: Mapping[Node, ParallelMLP]) -> ParallelGroup:
         shared = len({n.args[0] for n in parallel_mlps}) == 1
-        return Abreast(tuple(parallel_mlps.values()), shared, tuple(parallel_mlps))
+        return ParallelGroup(tuple(parallel_mlps.values()), shared, tuple(parallel_mlps))
 
     def _why_not(self, nodes: Sequence[Node]) -> str | None:
         """Why these must not be computed where the first of them is, or None."""
         order = ordered(self.order, [group.nodes for group in self.found])
         assert order is not None
         if ordered(order, [*(group.nodes for group in self.found), nodes]) is None:
-            return "towers wait for each other through others that are one call already"
+            return "parallel MLPs wait for each other through others that are one call already"
         named = {str(n.target): n for n in nodes}
         mine = {str(n.target): n for n in order if n.op == "call_module"}
         own = [name for name in mine if name in named]

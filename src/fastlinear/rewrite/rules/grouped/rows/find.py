@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear.problem import NAME
-from fastlinear.ops.grouped_linear.selection import problem_of as grouped_problem
-from fastlinear.ops.linear_act.op import problem_of
+from fastlinear.families.grouped import layout as layouts
+from fastlinear.families.grouped.problem import NAME
+from fastlinear.families.grouped.selection import problem_of as grouped_problem
+from fastlinear.families.linear.op import problem_of
 from fastlinear.rewrite.fusion import Fusion, InForward
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import (

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from fastlinear.ops.common.calls import PLAIN
-from fastlinear.ops.linear_act import linear_act
+from fastlinear.core.calls import PLAIN
+from fastlinear.families.linear import linear_act
 from fastlinear.rewrite.rules.grouped.modules.forward import layers_of, parameters_of
 from fastlinear.rewrite.swap.forwards import overridden
 

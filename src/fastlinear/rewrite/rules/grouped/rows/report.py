@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.ops.grouped_linear.op import grouped_linear
+from fastlinear.families.grouped.op import grouped_linear
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.in_code import in_code_together
 from fastlinear.rewrite.rules.grouped.advice import advised, cost_of, first_problem, report, strided

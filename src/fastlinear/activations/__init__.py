@@ -1,0 +1,1 @@
+"""Activations by name, in every dialect that kernels are written in."""

@@ -1,0 +1,1 @@
+"""Callables recorded as CUDA graphs and replayed."""

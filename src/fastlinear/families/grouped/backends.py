@@ -1,0 +1,298 @@
+"""The family record of grouped_linear: its pieces, backends, analytic order and least cost.
+
+Light on purpose: backends are named here and imported on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.activations.reference import activation as activation_of
+from fastlinear.core.compare import KINKED, clear_of_kinks
+from fastlinear.core.cost import Cost
+from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import Backend, Family, is_installed, register_family
+from fastlinear.families.grouped import layout as layouts
+from fastlinear.families.grouped import reference, torch_backends
+from fastlinear.families.grouped.cpu import cpp
+from fastlinear.families.grouped.cuda import (
+    packed_groups,
+    packed_groups_backward,
+    weight_stationary,
+    wide_backward,
+)
+from fastlinear.families.grouped.defaults import prefer
+from fastlinear.families.grouped.problem import NAME, PIECES, SPACE, STEP, problem, tokens_of
+from fastlinear.families.grouped.triton import config
+from fastlinear.kernels import CPP_SOURCES, CUDA_SOURCES, TRITON_SOURCES
+
+__all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
+
+_HERE = "fastlinear.families.grouped"
+_LAYOUT = tuple(f"families/grouped/{name}.py" for name in ("layout", "sign_mask", "reference"))
+_TRITON_SOURCES = ("families/grouped/triton", *TRITON_SOURCES, *_LAYOUT)
+_CPP_SOURCES = ("families/grouped/cpu", *CPP_SOURCES, *_LAYOUT)
+_CUDA_SOURCES = ("families/grouped/cuda", *CUDA_SOURCES, *_TRITON_SOURCES)
+_PIECES_SOURCES = (
+    *("families/grouped/autograd.py", "families/grouped/torch_backends.py"),
+    *("fastpath/autograd_node.h", "fastpath/tape.h", "fastpath/recorder.py"),
+    *(*_CUDA_SOURCES, *_CPP_SOURCES),
+)
+
+
+def _always(_: Problem) -> str | None:
+    return None
+
+
+def _reason_not_triton(p: Problem) -> str | None:
+    if p.device != "cuda":
+        return "its kernels run on CUDA devices only"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if not is_installed("triton"):
+        return "the package triton is not installed"
+    dtype, capability = FLOAT_DTYPES[p.dtype], torch.cuda.get_device_capability()
+    sizes = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
+    return config.reason_not(*sizes, dtype, capability)
+
+
+def _reason_not_wide(p: Problem) -> str | None:
+    reason = _reason_not_triton(p)
+    if reason is not None:
+        return reason
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"serves bfloat16 and float16, not {p.dtype}"
+    if torch.cuda.get_device_capability() < (9, 0):
+        return "needs compute capability 9.0"
+    if (p.option("order"), p.option("x"), p.option("w")) != ("tokens", "dense", "dense"):
+        return "serves dense tensors, tokens first"
+    if not config.fits(p.dim("K"), p.dim("N")):
+        return "serves K in multiples of 64 and N of 128, from 128 on"
+    return None
+
+
+def _reason_not_pieces(p: Problem) -> str | None:
+    return "float64 is left to PyTorch's own ops" if p.dtype == "float64" else None
+
+
+def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
+    """Random inputs of a Problem's piece, scaled so that pre-activations are near unit size."""
+    batch, length = tokens_of(p)
+    groups, k, n = p.dim("G"), p.dim("K"), p.dim("N")
+    dtype, order = FLOAT_DTYPES[p.dtype], p.option("order")
+    act = activation_of(p.option("activation"))
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        values = torch.randn(shape, generator=generator, device=device)
+        return (values * scale).to(dtype)
+
+    def tokens(features: int, strided: bool = False) -> Tensor:
+        drawn = draw(batch, length, groups, features)
+        made = layouts.empty(drawn.shape, order, drawn, dtype)
+        if strided:
+            made = layouts.empty((batch, length, groups, 2 * features), order, drawn, dtype)
+            made = made[..., ::2]
+        return made.copy_(drawn)
+
+    if p.option("w") == "dense":
+        weight = draw(groups, n, k, scale=k**-0.5)
+    else:
+        weight = draw(groups, k, n, scale=k**-0.5).transpose(1, 2)
+    bias = draw(groups, n) if p.option("bias") == "yes" else None
+    x = tokens(k, p.option("x") != "dense")
+    if p.piece == STEP and act.name in KINKED:
+        x = _clear_of_kinks(x, weight, bias, order, seed)
+    save_pre = p.needs_grad and act.saved == "pre"
+    if p.piece == "forward":
+        return x, weight, bias, act.name, save_pre, order
+    if p.piece == STEP:
+        return x, weight, bias, act.name, tokens(n), order
+    y, pre = reference.forward(x, weight, bias, act.name, act.saved == "pre", order)
+    saved = {"none": None, "output": y, "pre": pre}[act.saved]
+    return tokens(n), saved, x, weight, act.name, (True, True, bias is not None), order
+
+
+def _clear_of_kinks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, order: str, seed: int
+) -> Tensor:
+    """x whose pre-activations stay away from 0, where rounding would choose the gradient."""
+    batch, length, groups, k = x.shape
+    more = torch.Generator(device=x.device).manual_seed(seed + 1)
+
+    def pre_activations(rows: Tensor) -> tuple[Tensor]:
+        wide = rows.view(1, len(rows), groups, k)
+        b = None if bias is None else bias.to(rows.dtype)
+        pre = reference.forward(wide, weight.to(rows.dtype), b, "none", False, "tokens")[0]
+        return (pre.reshape(len(rows), -1),)
+
+    def redraw(rows: int) -> Tensor:
+        return torch.randn(rows, groups * k, generator=more, device=x.device).to(x.dtype)
+
+    flat = x.reshape(batch * length, groups * k)
+    cleared, _ = clear_of_kinks(flat, pre_activations, redraw)
+    return layouts.dense(cleared.view(x.shape), order)
+
+
+def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
+    if p.piece == STEP:
+        return _STEP_EAGER.load()(*inputs)
+    return getattr(reference, p.piece)(*inputs)
+
+
+def cost(p: Problem) -> Cost:
+    """Least flops and bytes: x, y and their gradients moved once, weights once, what training
+    keeps where it is needed."""
+    if p.piece == STEP:
+        parts = [cost(p.with_piece(piece)) for piece in PIECES]
+        return Cost(sum(c.flops for c in parts), sum(c.bytes for c in parts))
+    batch, length = tokens_of(p)
+    m, groups = batch * length, p.dim("G")
+    k, n = p.dim("K") * groups, p.dim("N") * groups
+    size = FLOAT_DTYPES[p.dtype].itemsize
+    weights = p.dim("K") * n
+    bias = n if p.option("bias") == "yes" else 0
+    kept = activation_of(p.option("activation")).saved
+    product = 2.0 * m * weights
+    if p.piece == "forward":
+        pre = m * n if p.needs_grad and kept == "pre" else 0
+        return Cost(product, size * (m * k + weights + bias + m * n + pre))
+    saved = 0 if kept == "none" else m * n
+    return Cost(2 * product, size * (m * n + saved + 2 * m * k + 2 * weights + bias))
+
+
+def _whatever_bias(p: Problem) -> Problem:
+    options = tuple((k, "yes" if k == "bias" else v) for k, v in p.options)
+    return replace(p, options=options)
+
+
+def _whatever_activation(p: Problem) -> Problem:
+    """An epilogue costs about the same for all activations but none."""
+    options = tuple(
+        (k, "some" if k == "activation" and v != "none" else v)
+        for k, v in _whatever_bias(p).options
+    )
+    return replace(p, options=options)
+
+
+def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
+    group = partial(problem, "forward")
+    return {
+        "": group(64, 8, 64, 64, **facts),
+        "groups of 128 features and more": group(64, 8, 128, 128, **facts),
+        "channels first": group(64, 8, 64, 64, order="channels", length=16, **facts),
+    }
+
+
+_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
+FAMILY = register_family(
+    Family(
+        name=NAME,
+        pieces=(*PIECES, STEP),
+        backends=(
+            _STEP_EAGER,
+            Backend(
+                NAME, STEP, "pieces", f"{_HERE}.spec:pieces", _reason_not_pieces, _PIECES_SOURCES
+            ),
+            *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
+            Backend(
+                NAME,
+                "forward",
+                "triton",
+                f"{_HERE}.triton.forward:forward",
+                _reason_not_triton,
+                _TRITON_SOURCES,
+            ),
+            Backend(
+                NAME,
+                "backward",
+                "triton",
+                f"{_HERE}.triton.backward:backward",
+                _reason_not_triton,
+                _TRITON_SOURCES,
+            ),
+            Backend(
+                *(
+                    NAME,
+                    "forward",
+                    "packed_groups",
+                    f"{_HERE}.cuda.packed_groups:forward",
+                    packed_groups.reason_not,
+                ),
+                _CUDA_SOURCES,
+            ),
+            Backend(
+                *(
+                    NAME,
+                    "backward",
+                    "packed_groups",
+                    f"{_HERE}.cuda.packed_groups_backward:backward",
+                ),
+                *(packed_groups_backward.reason_not, _CUDA_SOURCES),
+            ),
+            Backend(
+                *(NAME, "forward", "wide", f"{_HERE}.triton.wide:forward", _reason_not_wide),
+                _TRITON_SOURCES,
+            ),
+            Backend(
+                *(
+                    NAME,
+                    "forward",
+                    "weight_stationary",
+                    f"{_HERE}.cuda.weight_stationary:forward",
+                    weight_stationary.reason_not,
+                ),
+                _CUDA_SOURCES,
+            ),
+            Backend(
+                *(NAME, "backward", "wide", f"{_HERE}.cuda.wide_backward:backward"),
+                *(wide_backward.reason_not, _CUDA_SOURCES),
+            ),
+            *(
+                Backend(
+                    NAME, piece, "cpp", f"{_HERE}.cpu.cpp:{piece}", cpp.reason_not, _CPP_SOURCES
+                )
+                for piece in PIECES
+            ),
+            Backend(NAME, "forward", "baddbmm", f"{_HERE}.torch_backends:baddbmm_forward", _always),
+            Backend(
+                NAME,
+                "forward",
+                "loop",
+                f"{_HERE}.torch_backends:loop_forward",
+                torch_backends.reason_not_loop,
+            ),
+            Backend(
+                NAME,
+                "backward",
+                "loop",
+                f"{_HERE}.torch_backends:loop_backward",
+                torch_backends.reason_not_loop,
+            ),
+            Backend(
+                NAME,
+                "forward",
+                "conv",
+                f"{_HERE}.torch_backends:conv_forward",
+                torch_backends.reason_not_conv,
+            ),
+        ),
+        prefer=prefer,
+        make_inputs=_make_inputs,
+        reference=_reference,
+        cost=cost,
+        examples=_examples,
+        space=SPACE,
+        command=f"{_HERE}.command:COMMAND",
+        akin=(_whatever_bias, _whatever_activation),
+        cold=True,
+        renamed={"strips": "packed_groups", "resident": "weight_stationary"},
+    )
+)

@@ -1,0 +1,173 @@
+"""The autograd formula of ragged_linear over the backends that compute all groups in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fastlinear.activations.reference import activation as activation_of
+from fastlinear.core import calls
+from fastlinear.core.errors import InputError
+from fastlinear.families.grouped.ragged import products
+from fastlinear.fastpath import autograd_node
+
+More = tuple[Tensor, Tensor | None]
+"""group_sizes and bias, as one argument: the compiled fast path hands on three."""
+_KEPT = {"none": (), "output": (autograd_node.OUTPUT,), "pre": (autograd_node.INTERNAL,)}
+Needs = tuple[bool, bool, bool]
+"""Which of dx, dW and db are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """What calls of one kind need besides their tensors.
+
+    Attributes:
+        activation: its name.
+        backend: ``"cpp"`` or ``"triton"``.
+    """
+
+    node: ClassVar[str] = "RaggedLinearBackward"
+    kept_readers: ClassVar[None] = None
+    activation: str
+    backend: str
+
+    @property
+    def saved(self) -> str:
+        """What the activation's derivative reads: ``"none"``, ``"output"`` or ``"pre"``."""
+        return activation_of(self.activation).saved
+
+    @property
+    def keeps_sizes(self) -> bool:
+        """Whether the backward reads a copy of the sizes, not the caller's tensor."""
+        return self.backend == "cpp"
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """How the copy of the sizes, and what the derivative reads, are kept."""
+        own = (autograd_node.INTERNAL,) if self.keeps_sizes else ()
+        return (*own, *_KEPT[self.saved])
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """All tensors are kept, but the sizes where a copy is: second derivatives start from
+        them."""
+        return -1, -1, 0 if self.keeps_sizes else -1, -1
+
+    def inference(self, x: Tensor, weight: Tensor, more: More) -> Tensor:
+        """y (T, N)."""
+        y: Tensor = self.functions()[0](x, weight, *more, self.activation, False)[0]
+        return y
+
+    def forward(self, x: Tensor, weight: Tensor, more: More) -> tuple[Tensor | None, ...]:
+        """(y, the copy of the sizes where that is kept, the pre-activation or None where the
+        derivative reads anything)."""
+        kind = self.saved
+        y, pre, sizes = self.functions()[0](x, weight, *more, self.activation, kind == "pre")
+        found = (y, sizes) if self.keeps_sizes else (y,)
+        return found if kind == "none" else (*found, pre)
+
+    def gradients(
+        self,
+        dy: Tensor,
+        _: None,
+        __: tuple[int, ...],
+        tensors: tuple[Tensor | None, ...],
+        kept: tuple[Tensor | None, ...],
+        needs: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """(dx, dW, None, db), by PyTorch's differentiable ops where a graph or a transform asks.
+
+        Args:
+            dy: gradient of y, of its shape.
+            tensors: x, weight, group_sizes (None where their copy is kept), bias.
+            kept: the copy of the sizes where that is kept; then y or the pre-activation,
+                whichever the activation keeps, if any.
+            needs: which gradients are wanted, of x, weight, group_sizes and bias.
+        """
+        x, weight, sizes, bias = tensors
+        assert x is not None
+        assert weight is not None
+        if self.keeps_sizes:
+            sizes, kept = kept[0], kept[1:]
+        assert sizes is not None
+        fits = dy.shape == (x.shape[0], weight.shape[1]) and x.shape[1] == weight.shape[2]
+        if not fits or sizes.shape[0] != weight.shape[0]:  # as ``.data`` may make it
+            raise InputError(
+                "ragged_linear",
+                "x, weight and group_sizes of the shapes they had in the forward",
+                f"{tuple(x.shape)}, {tuple(weight.shape)}, {tuple(sizes.shape)}",
+                "Give tensors other data before the forward or behind the backward.",
+            )
+        wanted = needs[0], needs[1], needs[3]
+        # batched and dual gradients mean other numbers than those in their memory
+        watched = calls.transforms_active() or calls.forward_mode()
+        watched = watched or torch._C._functorch.is_legacy_batchedtensor(dy)
+        if torch.is_grad_enabled() or watched:
+            dx, dw, db = self._differentiable(dy, x, weight, sizes, bias, wanted)
+        else:
+            rest = (sizes, self.activation, wanted)
+            dx, dw, db = self.functions()[1](dy, kept[0] if kept else None, x, weight, *rest)
+        return dx, dw, None, db
+
+    def _differentiable(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        sizes: Tensor,
+        bias: Tensor | None,
+        needs: Needs,
+    ) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            own: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias)]
+            y = products.by_ops(own[0], own[1], sizes, own[2], self.activation)
+            inputs = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
+            found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
+        pairs = zip(own, needs, strict=True)
+        return tuple(next(found) if need and t is not None else None for t, need in pairs)
+
+    def functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """The backend's ``forward`` and ``backward``."""
+        if self.backend == "cpp":
+            from fastlinear.families.grouped.ragged.cpu import cpp
+
+            return cpp.forward, cpp.backward
+        from fastlinear.families.grouped.ragged.triton import backend as triton
+
+        return triton.forward, triton.backward
+
+
+class Ragged(torch.autograd.Function):
+    """The formula in Python."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        group_sizes: Tensor,
+        bias: Tensor | None,
+        formula: Formula,
+    ) -> Tensor:
+        """y (T, N)."""
+        y, *kept = formula.forward(x, weight, (group_sizes, bias))
+        assert y is not None
+        if formula.saved == "output":
+            kept[-1] = y
+        # The same in the same order as by the node in C++: a checkpoint counts on it.
+        sizes = None if formula.keeps_sizes else group_sizes
+        ctx.save_for_backward(x, weight, sizes, bias, *kept)
+        ctx.formula = formula
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        """(dx, dW, None, db, None)."""
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
+        found = ctx.formula.gradients(dy, None, dy.shape, saved[:4], saved[4:], needs)
+        return (*found, None)

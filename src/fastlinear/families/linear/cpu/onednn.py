@@ -1,0 +1,120 @@
+"""oneDNN on the CPU: GEMMs with bias and activation as post-ops inside the library's kernel.
+
+oneDNN's relu makes 0 of NaN where torch's keeps it, so relu is a pass of its own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fastlinear.activations.reference import LEAKY_RELU_SLOPE
+from fastlinear.activations.reference import activation as activation_of
+from fastlinear.core.device import is_amd
+from fastlinear.core.problem import Problem
+
+# fastlinear's activation → (post-op, its scalars, its algorithm)
+_POST_OPS: dict[str, tuple[str, list[float], str]] = {
+    "none": ("none", [], ""),
+    "silu": ("swish", [], ""),
+    "gelu": ("gelu", [], "none"),
+    "gelu_tanh": ("gelu", [], "tanh"),
+    "sigmoid": ("sigmoid", [], ""),
+    "tanh": ("tanh", [], ""),
+    "leaky_relu": ("leaky_relu", [LEAKY_RELU_SLOPE], ""),
+}
+# oneDNN is ahead of MKL on AMD's processors from so many numbers of a weight, multiplications on
+_LARGE_WEIGHT = 1 << 20
+_LARGE_PRODUCT = 1 << 25
+
+
+def is_heavy(problem: Problem) -> bool:
+    """Whether a forward has arithmetic to save: oneDNN's call costs more than MKL's, which a node
+    in C++ makes without Python. On AMD's processors MKL reads large weights at half the rate where
+    rows are few."""
+    least = 1 << (23 if problem.needs_grad else 21)
+    m, k, n = problem.dim("M"), problem.dim("K"), problem.dim("N")
+    few = is_amd() and problem.dtype == "float32" and not problem.needs_grad
+    return (m >= 8 and m * k * n >= least) or (few and m > 0 and k * n >= _LARGE_WEIGHT)
+
+
+def pays(problem: Problem) -> bool:
+    """Whether a piece is oneDNN's where nothing was measured: forwards with an activation to fuse;
+    on AMD's processors those without one and dx as well, in float32."""
+    amd = is_amd() and problem.dtype == "float32"
+    if problem.piece == "grad_input":
+        return amd and math.prod(problem.dim(name) for name in "MKN") >= _LARGE_PRODUCT
+    fused = amd or problem.option("activation") != "none"
+    return problem.piece == "forward" and fused and is_heavy(problem)
+
+
+def reason_not(problem: Problem) -> str | None:
+    """Why oneDNN cannot serve a Problem of any piece, or None."""
+    if problem.device != "cpu":
+        return "oneDNN runs on the CPU only"
+    if not torch.backends.mkldnn.is_available():
+        return "this build of torch has no oneDNN"
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return "this build of torch lacks mkldnn._linear_pointwise"
+    if problem.dtype == "float32":
+        return None
+    if problem.dtype == "bfloat16":
+        ok = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return None if ok else "oneDNN has no bfloat16 path on this processor"
+    if problem.dtype == "float16":
+        ok = torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        return None if ok else "oneDNN has no float16 path on this processor"
+    return f"oneDNN has no {problem.dtype} path"
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
+) -> tuple[Tensor, Tensor | None]:
+    """act(x Wᵀ + b): x (M, K), weight (N, K), bias (N,) → (y (M, N), pre or None)."""
+    return product(x, plain(weight), bias, activation, save_pre)
+
+
+def grad_input(dpre: Tensor, weight: Tensor) -> Tensor:
+    """dx (M, K) = dpre (M, N) @ weight (N, K)."""
+    dx: Tensor = torch.ops.mkldnn._linear_pointwise(dpre, plain(weight).t(), None, "none", [], "")
+    return dx
+
+
+def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
+    """dW (N, K) = dpreᵀ (N, M) @ x (M, K)."""
+    dw: Tensor = torch.ops.mkldnn._linear_pointwise(dpre.t(), plain(x).t(), None, "none", [], "")
+    return dw
+
+
+def plain(matrix: Tensor) -> Tensor:
+    """The matrix itself where oneDNN can describe its strides, else a contiguous copy."""
+    rows, columns = matrix.shape
+    across, along = matrix.stride()
+    if (along == 1 and across >= columns) or (across == 1 and along >= rows):
+        return matrix
+    return matrix.contiguous()
+
+
+def is_post_op(activation: str) -> bool:
+    """Whether oneDNN's product computes the activation in its epilogue, in inference."""
+    return activation in _POST_OPS  # without relu: see product
+
+
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As ``forward``, for a weight that is ``plain``."""
+    if bias is not None:
+        bias = bias.contiguous()  # oneDNN reads N numbers in a row whatever the stride
+    if activation == "relu" and not save_pre:
+        # oneDNN's own relu turns NaN into 0, which would hide what torch shows
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return y.relu_(), None
+    post_op = _POST_OPS.get(activation)
+    if save_pre or post_op is None:
+        pre = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return activation_of(activation).value(pre), pre if save_pre else None
+    name, scalars, algorithm = post_op
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, name, scalars, algorithm), None

@@ -1,0 +1,89 @@
+"""db of many rows where dpre is dy, in one launch of CUDA C++ for Hopper: ``columns.cu``.
+
+What the Triton pass and its second kernel do, without the second: the blocks that share columns are
+a cluster and add up what each of them summed. With a derivative to form, the Triton pass is faster.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastlinear.kernels.cuda.hopper import WORDS
+from fastlinear.kernels.cuda.prepared import Prepared
+from fastlinear.native import cuda_driver as driver
+
+ARCH = "sm_90a"
+MIN_ROWS = 2048
+_SOURCE = Path(__file__).with_name("columns.cu")
+_KERNEL = "linear_act_columns"
+_CLUSTER = 8
+_DTYPES = (torch.bfloat16, torch.float16)
+_MAX_STRIDE = 1 << 31
+
+Shape = tuple[int, int, int]
+"""Columns of a cluster, threads of a block, rows a thread has under way."""
+
+
+def shape_for(N: int) -> Shape:
+    """The kernel's shape for N columns: narrow clusters where there would be too few."""
+    return (64, 512, 8) if N <= 2048 else (128, 512, 8)
+
+
+def serves(dy: Tensor) -> bool:
+    """Whether this kernel takes such a tensor: 16-bit on Hopper, many rows, aligned to 16 bytes."""
+    if not dy.is_cuda or dy.dtype not in _DTYPES or dy.shape[0] < MIN_ROWS or dy.shape[1] % 8:
+        return False
+    if torch.cuda.get_device_capability(dy.device) != (9, 0):
+        return False
+    dense = dy.stride(1) == 1 and dy.shape[1] <= dy.stride(0) < _MAX_STRIDE
+    return dense and dy.stride(0) % 8 == 0 and dy.data_ptr() % 16 == 0
+
+
+def source(dtype: torch.dtype, shape: Shape) -> str:
+    """The complete CUDA C++ source of one specialisation."""
+    columns, threads, unroll = shape
+    macros = {
+        "COLS": columns,
+        "CL": _CLUSTER,
+        "THREADS": threads,
+        "UNROLL": unroll,
+        "IS_BF16": int(dtype == torch.bfloat16),
+    }
+    defines = "".join(f"#define {k} {v}\n" for k, v in macros.items())
+    return defines + WORDS.read_text() + _SOURCE.read_text()
+
+
+@cache
+def _kernel(dtype: torch.dtype, shape: Shape, device: int) -> driver.Kernel:
+    cubin = driver.compile_cubin(source(dtype, shape), "columns.cu", ARCH)
+    return driver.Kernel(cubin, _KERNEL, 0, device)
+
+
+class ColumnSums:
+    """One prepared launch: dy of one shape, strides and dtype, at any address.
+
+    Args:
+        dy: (M, N) that :func:`serves` accepts.
+        shape: the kernel's shape; chosen by :func:`shape_for` when None.
+    """
+
+    def __init__(self, dy: Tensor, shape: Shape | None = None) -> None:
+        M, N = dy.shape
+        shape = shape or shape_for(N)
+        driver.make_current(dy.device.index)
+        with driver.loading_allowed():
+            kernel = _kernel(dy.dtype, shape, dy.device.index)
+        places = [ctypes.c_void_p(0) for _ in "yb"]
+        numbers = [ctypes.c_int(v) for v in (M, N, dy.stride(0))]
+        launch = driver.Launch(kernel, shape[1], _CLUSTER, [*places, *numbers])
+        launch.set_grid(-(-N // shape[0]) * _CLUSTER)
+        self._launch = Prepared(launch, dy.device.index, [(p, i) for i, p in enumerate(places)])
+
+    def run(self, dy: Tensor, saved: Tensor | None, dpre: Tensor | None, db: Tensor | None) -> None:
+        """Launch; db (N,) is contiguous, saved and dpre are None: as grad_pre's other plans."""
+        self._launch(dy, db)

@@ -1,0 +1,168 @@
+"""The autograd formula of mlp; the backends of its two pieces are given to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fastlinear.activations.reference import activation as activation_of
+from fastlinear.core import calls
+from fastlinear.families.mlp import reference
+from fastlinear.families.mlp.reference import Biases, Needs, Weights
+from fastlinear.fastpath import autograd_node
+
+_LAST = {
+    "none": autograd_node.NOTHING,
+    "output": autograd_node.OUTPUT,
+    "pre": autograd_node.INTERNAL,
+}
+Grads = tuple[Tensor | None, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """What one plan's autograd needs besides its tensors.
+
+    Attributes:
+        activation, final_activation: their names.
+        layers: L.
+        run: the forward's backend.
+        backward: the backward's backend.
+    """
+
+    node: ClassVar[str] = "MlpBackward"
+    readers: ClassVar[tuple[int, ...]] = (-1,)  # all are kept: second derivatives start from them
+    kept_readers: ClassVar[None] = None
+    activation: str
+    final_activation: str
+    layers: int
+    run: Callable[..., Any]
+    backward: Callable[..., Any]
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """How what each layer's backward reads is kept."""
+        last = _LAST[activation_of(self.final_activation).saved]
+        return (*(autograd_node.INTERNAL,) * (self.layers - 1), last)
+
+    def forward(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
+    ) -> tuple[Tensor | None, ...]:
+        """y, then for each layer what its backward reads besides the arguments, or None."""
+        bs = (None,) * self.layers if biases is None else tuple(biases)
+        x2 = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        names = self.activation, self.final_activation
+        y, saved = self.run(x2, tuple(weights), bs, *names, True)
+        y = calls.as_result(y, (*x.shape[:-1], y.shape[-1]))
+        kind = activation_of(self.final_activation).saved
+        last = {"none": None, "output": y, "pre": saved[-1]}[kind]
+        return (y, *saved[:-1], last)
+
+    def gradients(
+        self,
+        dy: Tensor,
+        _: None,
+        shape: tuple[int, ...],
+        tensors: tuple[Tensor | None, ...],
+        kept: tuple[Tensor | None, ...],
+        needs: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """One for each of ``tensors``; differentiable where a graph is asked for.
+
+        Args:
+            dy: gradient of y, of its shape.
+            tensors: x, the L weights, then the L biases or a single None.
+            kept: as ``forward`` gives it after y.
+            needs: which gradients are wanted.
+        """
+        x, *rest = tensors
+        assert x is not None
+        weights = tuple(w for w in rest[: self.layers] if w is not None)
+        given = len(rest) - self.layers
+        biases = tuple(rest[self.layers :]) if given == self.layers else (None,) * self.layers
+        need_bs = needs[1 + self.layers :] if given == self.layers else (False,) * self.layers
+        wanted = (needs[0], needs[1 : 1 + self.layers], need_bs)
+        names = self.activation, self.final_activation
+        # create_graph wants differentiable gradients; batches of them are for PyTorch's own ops
+        if torch.is_grad_enabled() or calls.batched(dy):
+            found = differentiable_backward(dy, x, weights, biases, *names, wanted)
+        else:
+            found = run_backward(dy, x, weights, list(kept), *names, wanted, self.backward)
+        return (found[0], *found[1], *found[2][:given])
+
+
+class Mlp(torch.autograd.Function):
+    """The one autograd formula of the family; backends sit below it."""
+
+    @staticmethod
+    def forward(ctx: Any, formula: Formula, x: Tensor, *parameters: Tensor | None) -> Tensor:
+        """The whole chain; ``parameters`` are the L weights, then the L biases."""
+        layers = formula.layers
+        y, *kept = formula.forward(x, parameters[:layers], parameters[layers:])  # type: ignore[arg-type]
+        ctx.save_for_backward(x, *parameters, *kept)
+        ctx.formula = formula
+        return y  # type: ignore[return-value]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        """(None, dx, dWs…, dbs…); differentiable by torch's own ops where a graph is asked for."""
+        formula = ctx.formula
+        saved = ctx.saved_tensors
+        arguments = 1 + 2 * formula.layers
+        tensors, kept = saved[:arguments], saved[arguments:]
+        needs = ctx.needs_input_grad[1:]
+        return (None, *formula.gradients(dy, None, dy.shape, tensors, kept, needs))
+
+
+def run_backward(
+    dy: Tensor,
+    x: Tensor,
+    weights: Weights,
+    saved: list[Tensor | None],
+    activation: str,
+    final_activation: str,
+    needs: Needs,
+    run: Callable[..., Any],
+) -> Grads:
+    """Call a backward backend; saved[-1] is None where the last derivative reads nothing."""
+    m = x.shape[:-1].numel()
+    dy2 = dy.resolve_neg().reshape(m, dy.shape[-1])
+    if not dy2.is_contiguous():  # an expanded gradient, as sum() makes
+        dy2 = dy2.contiguous()
+    last = dy2 if saved[-1] is None else saved[-1].reshape(dy2.shape)
+    x2 = x.reshape(m, x.shape[-1])
+    dx, dws, dbs = run(dy2, x2, weights, (*saved[:-1], last), activation, final_activation, needs)
+    return (None if dx is None else dx.view(x.shape)), dws, dbs
+
+
+def differentiable_backward(
+    dy: Tensor,
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    final_activation: str,
+    needs: Needs,
+) -> Grads:
+    """The gradients by torch's own differentiable ops."""
+    # Views make each argument a node of its own: x may depend on a weight, or two weights be one
+    # tensor, and each gradient must stop at its argument.
+    with torch.enable_grad():
+        x = x.view_as(x)
+        weights = tuple(w.view_as(w) for w in weights)
+        biases = tuple(None if b is None else b.view_as(b) for b in biases)
+        flags = (needs[0], *needs[1], *needs[2])
+        inputs = (x, *weights, *biases)
+        wanted = [t for t, need in zip(inputs, flags, strict=True) if need and t is not None]
+        y = reference.mlp(x, weights, biases, activation, final_activation)
+        found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+    grads = [
+        next(found) if need and t is not None else None
+        for t, need in zip(inputs, flags, strict=True)
+    ]
+    layers = len(weights)
+    return grads[0], tuple(grads[1 : layers + 1]), tuple(grads[layers + 1 :])

@@ -1,0 +1,357 @@
+"""Backend ``whole_cuda`` of mlp: every layer in one kernel for Hopper, in CUDA C++.
+
+There are four kernels, each with a host side of the same name. In ``whole.cu``
+(``clusters.py``) a cluster of up to 16 blocks carries a few rows of x through all layers;
+hidden activations go from block to block through shared memory and never leave the chip. Wide
+chains of equal widths take ``grid.cu``: there all multiprocessors share every layer and
+hidden activations pass through the L2 cache. Where the weights are too many for that,
+``stream.cu`` lets them stream through shared memory (16 bits), and ``launches.cu`` has
+a launch a layer, each begun while the one before still runs (float32). ``device.cu`` and
+``exchange.cu`` are what they are written in.
+
+This file chooses how the work is shared out, compiles it with NVRTC (once per choice and process)
+and launches it. Weights are read at every call from where they lie. Blocks wait for one another
+only inside a cluster, which the hardware starts as a whole, or in a cooperative launch: no launch
+can deadlock.
+
+Accumulation is in float32, in a fixed order: results are deterministic. float32 itself takes plain
+multiply-adds, or three tf32 products a step with an error no larger.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.problem import Problem
+from fastlinear.families.mlp import reference
+from fastlinear.families.mlp.cuda import clusters, grid, launches
+from fastlinear.families.mlp.cuda import stream as whole_stream
+from fastlinear.families.mlp.cuda.clusters import MAX_LAYERS, ClustersPlan, save_mode
+from fastlinear.families.mlp.cuda.config import (
+    Config,
+    Widths,
+    config_for,
+    grid_for,
+    launches_for,
+    stream_for,
+)
+from fastlinear.families.mlp.cuda.grid import Grid, GridPlan
+from fastlinear.families.mlp.cuda.launches import Launches, LaunchesPlan
+from fastlinear.families.mlp.cuda.stream import Stream, StreamPlan
+from fastlinear.families.mlp.problem import widths_of
+from fastlinear.fastpath import recorder
+from fastlinear.kernels.cuda.launch import allow_cluster
+from fastlinear.native import cuda_driver as driver
+
+__all__ = [
+    "MAX_LAYERS",
+    "MAX_ROWS",
+    "MAX_ROWS_WIDE",
+    "MAX_WIDTH",
+    "Config",
+    "Grid",
+    "Launches",
+    "Stream",
+    "config_for",
+    "forward",
+    "grid_for",
+    "launches_for",
+    "reason_not",
+    "stream_for",
+]
+
+ARCH = "sm_90a"
+MAX_WIDTH = 1024
+"""Of chains that `stream_for`, `grid_for` and `launches_for` leave alone."""
+MAX_ROWS = 1024
+MAX_ROWS_WIDE = 128
+"""Of widths above 512. Beyond, every block of rows reading all weights again costs too much."""
+
+Sharing = Config | Grid | Launches | Stream
+Plan = ClustersPlan | GridPlan | LaunchesPlan | StreamPlan
+_MAX_PLANS = 1024
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def reason_not(p: Problem) -> str | None:
+    """Why this backend cannot serve the Problem, or None."""
+    if p.piece != "forward":
+        return "computes the forward only"
+    if p.device != "cuda":
+        return "its kernel runs on CUDA devices only"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"needs compute capability 9.0 (Hopper), not {capability[0]}.{capability[1]}"
+    if p.dtype not in _DTYPES.values():
+        return f"no kernel for {p.dtype}"
+    if p.option("x") == "strided":
+        return "needs rows of x that are contiguous"
+    if p.option("w") == "mixed":
+        return "needs contiguous weights"
+    widths, rows = widths_of(p), p.dim("M")
+    itemsize = 4 if p.dtype == "float32" else 2
+    if len(widths) - 1 <= MAX_LAYERS and launches_for(widths, rows, itemsize):
+        return None
+    if stream_for(widths, rows, itemsize):
+        return None
+    if max(widths) > MAX_WIDTH and grid_for(widths, rows, itemsize):
+        return None
+    return _size_reason(widths, rows)
+
+
+def _size_reason(widths: Widths, rows: int) -> str | None:
+    if min(widths) < 1 or rows < 1:
+        return "an empty dimension"
+    if len(widths) - 1 > MAX_LAYERS:
+        return f"{len(widths) - 1} layers are more than {MAX_LAYERS}"
+    if max(widths) > MAX_WIDTH:
+        return f"a width of {max(widths)} is more than {MAX_WIDTH}"
+    most = MAX_ROWS if max(widths) <= 512 else MAX_ROWS_WIDE
+    if rows > most:
+        return f"{rows} rows are more than {most} at widths up to {max(widths)}"
+    return None
+
+
+_lock = threading.Lock()
+_cubins: dict[str, bytes] = {}
+_kernels: dict[tuple[str, int, int], driver.Kernel] = {}
+_plans: dict[tuple[object, ...], Plan] = {}
+_roomless: set[tuple[object, ...]] = set()
+"""Calls too wide for ``whole.cu`` on a device without room for all blocks of the others."""
+
+
+def _unsupported(reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        "mlp (whole_cuda backend)",
+        "a problem this backend serves",
+        reason,
+        "Choose another backend or leave the choice to dispatch.",
+    )
+
+
+def _kernel(text: str, shared: int, device: int, name: str) -> driver.Kernel:
+    kernel = _kernels.get((text, shared, device))
+    if kernel is None:
+        cubin = _cubins.get(text)
+        if cubin is None:
+            cubin = _cubins[text] = driver.compile_cubin(text, f"{name}.cu", ARCH)
+        kernel = _kernels[text, shared, device] = driver.Kernel(cubin, name, shared, device)
+    return kernel
+
+
+def forward(
+    x: Tensor,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor | None, ...],
+    activation: str,
+    final_activation: str,
+    save: bool,
+    *,
+    config: Sharing | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """h_{i+1} = act_i(h_i W_iᵀ + b_i) for all layers, float32 accumulation.
+
+    Args:
+        x: (M, n_0) bfloat16, float16 or float32 with contiguous columns; others are copied.
+        weights: per layer (n_{i+1}, n_i), x's dtype, contiguous; others are copied.
+        biases: per layer (n_{i+1},) or None.
+        activation, final_activation: names, for hidden layers and the last.
+        save: whether to keep what the backward reads.
+        config: how the work is shared out; None picks one. Launches holds for every layer. A chain
+            too wide for one cluster, on a device that cannot run all blocks of a Grid at once, then
+            goes through PyTorch's ops.
+
+    Returns:
+        y (M, n_L), and per layer (M, n_{i+1}) its pre-activation or output (() unless ``save``).
+
+    Raises:
+        UnsupportedError: for sizes, dtypes or devices that ``reason_not`` refuses.
+    """
+    index = x.device.index
+    if index is None or x.dtype not in _DTYPES:
+        raise _unsupported(f"x is {x.dtype} on {x.device}")
+    if index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):
+            return forward(x, weights, biases, activation, final_activation, save, config=config)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    bits = 0
+    addresses = []
+    for weight in weights:
+        if not weight.is_contiguous():
+            weights = tuple([w.contiguous() for w in weights])
+            return forward(x, weights, biases, activation, final_activation, save, config=config)
+        address = weight.data_ptr()
+        bits |= address
+        addresses.append(address)
+    shifts = []
+    for bias in biases:
+        if bias is not None and not bias.is_contiguous():
+            biases = tuple([None if b is None else b.contiguous() for b in biases])
+            return forward(x, weights, biases, activation, final_activation, save, config=config)
+        shifts.append(0 if bias is None else bias.data_ptr())
+    outs = [weight.size(0) for weight in weights]
+    if bits & 15 and max(*outs, x.size(1)) > MAX_WIDTH:
+        weights = tuple([w.clone() for w in weights])
+        return forward(x, weights, biases, activation, final_activation, save, config=config)
+    key = (x.shape, x.dtype, activation, final_activation, save, bits & 15, index, config, *outs)
+    with _lock:
+        plan = _plans.get(key)
+        if plan is None and key not in _roomless:
+            plan = _new_plan(key, x, weights, activation, final_activation, save, bits, config)
+        if plan is not None:
+            stream, recording = torch._C._cuda_getCurrentRawStream(index), recorder.active()
+            if isinstance(plan, LaunchesPlan):
+                return plan.run(x, weights, biases, stream, recording)
+            if recording is not None:
+                return plan.record(recording, x, weights, biases, stream)
+            return plan.run(x, addresses, shifts, stream)
+    return reference.forward(x, weights, biases, activation, final_activation, save)
+
+
+def _new_plan(
+    key: tuple[object, ...],
+    x: Tensor,
+    weights: tuple[Tensor, ...],
+    activation: str,
+    final_activation: str,
+    save: bool,
+    bits: int,
+    config: Sharing | None,
+) -> Plan | None:
+    """The plan of calls like this one; None where only other blocks leave no room for it."""
+    widths = (x.shape[1], *[w.shape[0] for w in weights])
+    for k in widths[:-1]:
+        bits |= k * x.dtype.itemsize
+    call = _Call(
+        widths, x.shape[0], x.dtype, (activation, final_activation), save, x.device.index, bits
+    )
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    for sharing in _sharings(call) if config is None else (config,):
+        plan = _plan(call, sharing)
+        if plan is not None:
+            _plans[key] = plan
+            return plan
+    if config is not None:
+        raise _unsupported(f"the device cannot run all blocks of {config} at once")
+    _roomless.add(key)
+    return None
+
+
+class _Call(NamedTuple):
+    """What a plan stands on."""
+
+    widths: Widths
+    rows: int
+    dtype: torch.dtype
+    names: tuple[str, str]  # of the activations of hidden layers and of the last
+    save: bool
+    device: int
+    bits: int  # of all addresses and lengths of rows of weights, in bytes
+
+    @property
+    def vec(self) -> int:
+        """Bytes at which every row of every weight starts, at most 16."""
+        return min(self.bits & -self.bits, 16)
+
+    @property
+    def mode(self) -> int:
+        """SAVE of ``whole.cu``."""
+        return save_mode(*self.names, len(self.widths) - 1) if self.save else 0
+
+
+def _sharings(call: _Call) -> Iterator[Sharing | tuple[Launches, ...]]:
+    """How to share a call out, best first: the next is for devices without room for the last."""
+    shape = call.widths, call.rows, call.dtype.itemsize
+    wide = False
+    if call.vec == 16:
+        for sharing in (stream_for(*shape), launches_for(*shape), grid_for(*shape)):
+            if sharing is not None:
+                wide = True
+                yield sharing
+    reason = _size_reason(call.widths, call.rows)
+    if reason is None:
+        yield config_for(*shape, call.vec == 16)
+    elif not wide:
+        raise _unsupported(reason)
+
+
+def _plan(call: _Call, sharing: Sharing | tuple[Launches, ...]) -> Plan | None:
+    """The plan of a call shared out in this way; None where its blocks cannot run at once."""
+    widths, rows, dtype = call.widths, call.rows, call.dtype
+    if not isinstance(sharing, Config) and call.vec != 16:
+        raise _unsupported(f"{type(sharing).__name__} needs weights whose rows start on 16 bytes")
+    if isinstance(sharing, Launches):
+        sharing = (sharing,) * (len(widths) - 1)
+    if isinstance(sharing, tuple):
+        return _launches_plan(call, sharing)
+    plan: GridPlan | StreamPlan
+    driver.make_current(call.device)
+    if isinstance(sharing, Config):
+        return _clusters_plan(call, sharing)
+    if isinstance(sharing, Grid):
+        _refuse(sharing.invalid(widths, rows, dtype.itemsize))
+        text = grid.source(sharing, widths[0], rows, dtype, *call.names, call.mode)
+        shared = sharing.shared_bytes(widths[0], rows, dtype.itemsize)
+        kernel = _loaded(text, shared, call.device, grid.KERNEL)
+        plan = GridPlan(kernel, sharing, widths, rows, dtype, call.mode)
+    else:
+        _refuse(
+            "Stream is for 16-bit dtypes" if dtype.itemsize != 2 else sharing.invalid(widths, rows)
+        )
+        text = whole_stream.source(sharing, widths, rows, dtype, *call.names, call.mode)
+        shared = sharing.shared_bytes(widths, rows)
+        kernel = _loaded(text, shared, call.device, whole_stream.KERNEL)
+        plan = StreamPlan(kernel, sharing, widths, rows, dtype, call.mode)
+    return plan if plan.runs_at_once else None
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise _unsupported(reason)
+
+
+def _loaded(text: str, shared: int, device: int, name: str) -> driver.Kernel:
+    """The kernel of a source, compiled and loaded, also while a graph is recorded."""
+    with driver.loading_allowed():
+        return _kernel(text, shared, device, name)
+
+
+def _clusters_plan(call: _Call, config: Config) -> ClustersPlan:
+    """The plan of a launch of ``whole.cu``."""
+    widths, itemsize = call.widths, call.dtype.itemsize
+    _refuse(_size_reason(widths, call.rows) or config.invalid(widths, itemsize))
+    if torch.cuda.get_device_capability(call.device) != (9, 0):
+        raise _unsupported("the device is not a Hopper GPU")
+    if config.direct and call.vec != 16:
+        raise _unsupported("weights that do not start on 16 bytes cannot go straight to registers")
+    text = clusters.source(config, widths, call.dtype, *call.names, call.mode, call.vec)
+    kernel = _loaded(text, config.shared_bytes(widths, itemsize), call.device, clusters.KERNEL)
+    with driver.loading_allowed():
+        allow_cluster(kernel, config.cluster)
+    plan = ClustersPlan(kernel, config, widths, call.rows, call.mode)
+    if not plan.runs:
+        raise _unsupported(f"the device cannot run a cluster of {config.cluster} such blocks")
+    return plan
+
+
+def _launches_plan(call: _Call, configs: tuple[Launches, ...]) -> LaunchesPlan:
+    """The plan of one launch a layer."""
+    if len(configs) > MAX_LAYERS:
+        raise _unsupported(f"{len(configs)} layers are more than {MAX_LAYERS}")
+    driver.make_current(call.device)
+    kernels = []
+    for config in configs:
+        _refuse(config.invalid(call.rows, call.dtype.itemsize))
+        text = launches.source(config, call.rows, call.dtype)
+        kernels.append(_loaded(text, config.shared_bytes(call.rows), call.device, launches.KERNEL))
+    return LaunchesPlan(kernels, configs, call.widths, call.rows, call.dtype, call.names, call.mode)

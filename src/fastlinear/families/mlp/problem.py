@@ -1,0 +1,88 @@
+"""The Problem of one mlp call, and its widths read back from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastlinear.activations.reference import NAMES as ACTIVATIONS
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.space import Space
+
+NAME = "mlp"
+PIECES = ("forward", "backward")
+STEP = "step"
+
+
+def problem(
+    piece: str,
+    m: int,
+    widths: Sequence[int],
+    *,
+    dtype: str,
+    device: str,
+    activation: str = "relu",
+    final_activation: str = "none",
+    bias: str = "yes",
+    needs_grad: bool = False,
+    x_layout: str = "rows",
+    w_layout: str = "nk",
+    precision: str = "n/a",
+    captured: bool = False,
+) -> Problem:
+    """An mlp Problem: M rows of x through layers of ``widths`` n_0, n_1, … n_L.
+
+    Args:
+        bias: ``"yes"`` (every layer has one), ``"no"`` or ``"some"``.
+        x_layout: as in linear_act: ``"rows"``, ``"rows_odd"`` or ``"strided"``.
+        w_layout: ``"nk"`` (every weight contiguous, as in nn.Linear) or ``"mixed"``.
+    """
+    layers = len(widths) - 1
+    hidden = max(widths[1:-1]) if layers > 1 else widths[-1]
+    equal = len(set(widths)) == 1
+    options = (
+        ("widths", "equal" if equal else "-".join(map(str, widths))),
+        ("activation", activation),
+        ("final", final_activation),
+        ("bias", bias),
+        ("x", x_layout),
+        ("w", w_layout),
+    )
+    dims = (("M", m), ("L", layers), ("K", widths[0]), ("H", hidden), ("N", widths[-1]))
+    return Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision, captured)
+
+
+SPACE = Space(
+    problem,
+    sizes=(
+        *((1, (16, 16, 16)), (7, (33, 65, 17)), (70, (64, 64, 64, 64))),
+        *((1, (7, 33)), (5, (1, 20, 3, 9)), (33, (65, 40, 31))),
+    ),
+    options={
+        "activation": ACTIVATIONS,
+        "final_activation": ACTIVATIONS,
+        "bias": ("yes", "yes", "no", "some"),
+        "needs_grad": (True, False),
+        "x_layout": ("rows", "rows", "strided"),
+        "w_layout": ("nk", "nk", "mixed"),
+    },
+    times=4,
+    times_on_cuda=2,
+)
+
+
+def widths_of(p: Problem) -> tuple[int, ...]:
+    """n_0, n_1, … n_L of an mlp Problem."""
+    widths = p.option("widths")
+    if widths == "equal":
+        return (p.dim("K"),) * (p.dim("L") + 1)
+    return tuple(map(int, widths.split("-")))
+
+
+def activations_of(p: Problem) -> tuple[str, ...]:
+    """The activation of each layer, first to last."""
+    return layer_activations(p.dim("L"), p.option("activation"), p.option("final"))
+
+
+def layer_activations(layers: int, activation: str, final_activation: str) -> tuple[str, ...]:
+    """``activation`` for every layer but the last, ``final_activation`` for that."""
+    return (activation,) * (layers - 1) + (final_activation,)

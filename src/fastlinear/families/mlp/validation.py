@@ -1,0 +1,111 @@
+"""What the arguments of mlp must satisfy, and what to say when they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fastlinear.activations.reference import activation as activation_of
+from fastlinear.core.errors import InputError
+from fastlinear.core.precision import DTYPE_NAMES
+from fastlinear.core.tensor_kinds import conversion
+
+_LISTS = "Give a list of tensors (N, K), as nn.Linear holds them, and one of biases (N,) or None."
+
+
+def sequences(weights: Any, biases: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Weights and biases as tuples of one length, None for a layer without a bias."""
+    if isinstance(weights, Tensor) or not hasattr(weights, "__iter__"):
+        _fail("weights as a sequence of tensors, one a layer", type(weights).__name__, _LISTS)
+    ws = tuple(weights)
+    if not ws:
+        _fail("at least one weight", "an empty sequence", _LISTS)
+    if biases is None:
+        return ws, (None,) * len(ws)
+    if isinstance(biases, Tensor) or not hasattr(biases, "__iter__"):
+        _fail(
+            "biases as a sequence of tensors and None, one a layer", type(biases).__name__, _LISTS
+        )
+    bs = tuple(biases)
+    if len(bs) != len(ws):
+        _fail(
+            f"one bias (or None) for each of the {len(ws)} weights",
+            f"{len(bs)} biases",
+            "Put None where a layer has no bias.",
+        )
+    return ws, bs
+
+
+def validate(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activation: str,
+    final_activation: str,
+    backend: str | None = None,
+) -> None:
+    """Raise InputError, naming the layer, unless the arguments fit each other."""
+    activation_of(activation, "mlp")
+    activation_of(final_activation, "mlp (final_activation)")
+    if backend is not None and not isinstance(backend, str):
+        _fail(
+            "backend to be a name or None", repr(backend), "Leave it out to let fastlinear choose."
+        )
+    if not isinstance(x, Tensor):
+        _fail("x to be a tensor", type(x).__name__, "Convert it, for example by torch.as_tensor.")
+    if x.dtype not in DTYPE_NAMES:
+        _fail(
+            f"x of a dtype in {', '.join(DTYPE_NAMES.values())}",
+            str(x.dtype),
+            conversion("x", x, "Convert the input, for example x.float()."),
+        )
+    if x.dim() == 0:
+        _fail("x of shape (..., n_0)", "a tensor without dimensions", "Give it one: x[None].")
+    features, giver = x.shape[-1], f"x of shape {tuple(x.shape)}"
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        if not isinstance(weight, Tensor):
+            _fail(f"weights[{i}] to be a tensor", type(weight).__name__, _LISTS)
+        if weight.dim() != 2:
+            _fail(f"weights[{i}] of shape (out, in)", f"shape {tuple(weight.shape)}", _LISTS)
+        n, k = weight.shape
+        if k != features:
+            transposed = " It looks transposed: pass weight.t()." if n == features else ""
+            _fail(
+                f"weights[{i}] of shape (N, {features}), as {giver} gives {features} features",
+                f"shape {tuple(weight.shape)}",
+                f"Make its second dimension {features}.{transposed}",
+            )
+        _same_kind(f"weights[{i}]", weight, x)
+        if bias is not None:
+            if not isinstance(bias, Tensor):
+                _fail(f"biases[{i}] to be a tensor or None", type(bias).__name__, _LISTS)
+            if bias.shape != (n,):
+                _fail(
+                    f"biases[{i}] of shape ({n},) for weights[{i}] of shape ({n}, {k})",
+                    f"shape {tuple(bias.shape)}",
+                    "Give one number per output feature, or None.",
+                )
+            _same_kind(f"biases[{i}]", bias, x)
+        features, giver = n, f"weights[{i}]"
+
+
+def _same_kind(name: str, value: Tensor, x: Tensor) -> None:
+    if value.dtype != x.dtype:
+        _fail(
+            f"{name} of x's dtype {x.dtype}",
+            str(value.dtype),
+            conversion(name, value, "Convert one of them, or use torch.autocast."),
+        )
+    if value.device != x.device:
+        _fail(
+            f"{name} on x's device {x.device}",
+            str(value.device),
+            f"Move it: {name}.to({str(torch.device(x.device))!r}).",
+        )
+
+
+def _fail(expected: str, received: str, remedy: str) -> NoReturn:
+    raise InputError("mlp", expected, received, remedy)

@@ -1,0 +1,116 @@
+// Elementwise pieces of Linear + activation on the CPU, float32, one pass over memory.
+//
+//   fastlinear_act     y = act(pre)
+//   fastlinear_act_bias  the same of pre = x + b, which is kept where that is wanted
+//   fastlinear_dact    dpre = dy * act'(saved), and db = column sums of dpre in the same pass
+//
+// `saved` is what the activation saves, its output or the pre-activation.
+// Column sums: eight rows at a time in float32, then into float64; the row chunks are fixed, so
+// the result does not depend on the number of threads.
+
+#include "../../activations/cpp.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int64_t kBlock = 1024;  // columns (or elements) held in L1 at a time
+constexpr int64_t kRows = 8;      // rows summed in float32 before going to float64
+constexpr int64_t kAlone = 16384; // elements below which one thread is faster than waking more
+
+int threads_for(int64_t n) { return n > kAlone ? threads_worth(n) : 1; }
+
+template <class A>
+void act(const float* __restrict x, float* __restrict y, int64_t n) {
+  const int threads = threads_for(n);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t b = 0; b < (n + kBlock * 8 - 1) / (kBlock * 8); ++b) {
+    const int64_t from = b * kBlock * 8, to = from + kBlock * 8 < n ? from + kBlock * 8 : n;
+    for (int64_t i = from; i < to; ++i) y[i] = A::f(x[i]);
+  }
+}
+
+// y = act(x + b), rows of n numbers; kept, x + b, may be null. Any of them may be x's memory.
+template <class A>
+void act_bias(const float* x, const float* b, float* y, float* kept, int64_t m, int64_t n) {
+  const int64_t columns = (n + kBlock - 1) / kBlock;
+  const int threads = threads_for(m * n);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t i = 0; i < m * columns; ++i) {
+    const int64_t j0 = i % columns * kBlock, at = i / columns * n + j0;
+    const int64_t w = n - j0 < kBlock ? n - j0 : kBlock;
+    const float *from = x + at, *add = b + j0;
+    float *to = y + at, *pre = kept ? kept + at : nullptr;
+    if (pre) {
+#pragma GCC ivdep
+      for (int64_t j = 0; j < w; ++j) pre[j] = from[j] + add[j];
+      from = pre;
+#pragma GCC ivdep
+      for (int64_t j = 0; j < w; ++j) to[j] = A::f(from[j]);
+    } else {
+#pragma GCC ivdep
+      for (int64_t j = 0; j < w; ++j) to[j] = A::f(from[j] + add[j]);
+    }
+  }
+}
+
+template <class A>
+void dact(const float* dy, const float* saved, float* dpre, double* partials, int64_t m, int64_t n,
+          int64_t chunks) {
+  const int threads = threads_for(m * n);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t c = 0; c < chunks; ++c) {
+    const int64_t r0 = m * c / chunks, r1 = m * (c + 1) / chunks;
+    double* sum = partials ? partials + c * n : nullptr;
+    if (sum) for (int64_t j = 0; j < n; ++j) sum[j] = 0.0;
+    for (int64_t r = r0; r < r1; r += kRows) {
+      const int64_t rows = r1 - r < kRows ? r1 - r : kRows;
+      for (int64_t j0 = 0; j0 < n; j0 += kBlock) {
+        const int64_t w = n - j0 < kBlock ? n - j0 : kBlock;
+        float block[kBlock];
+        for (int64_t j = 0; j < w; ++j) block[j] = 0.0f;
+        for (int64_t i = 0; i < rows; ++i) {
+          const float* __restrict g = dy + (r + i) * n + j0;
+          const float* __restrict s = saved + (r + i) * n + j0;
+          float* __restrict o = dpre + (r + i) * n + j0;
+          for (int64_t j = 0; j < w; ++j) {
+            const float v = derived<A>(g[j], s[j]);
+            o[j] = v;
+            block[j] += v;
+          }
+        }
+        if (sum) for (int64_t j = 0; j < w; ++j) sum[j0 + j] += block[j];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+// For a library loaded after the fork: the thread that the process began with.
+extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
+
+// count: how many threads torch would take in the thread that calls it.
+extern "C" void fastlinear_elementwise_threads(int (*count)()) { threads_of_torch = count; }
+
+extern "C" int fastlinear_act(int which, const float* x, float* y, int64_t n) {
+  return !with(which, [&](auto a) { act<Pass<decltype(a)>>(x, y, n); });
+}
+
+extern "C" int fastlinear_act_bias(int which, const float* x, const float* b, float* y, float* kept,
+                                   int64_t m, int64_t n) {
+  return !with(which, [&](auto a) { act_bias<Pass<decltype(a)>>(x, b, y, kept, m, n); });
+}
+
+// partials: chunks * n doubles of scratch, or null where db is not wanted; db: n floats or null.
+extern "C" int fastlinear_dact(int which, const float* dy, const float* saved, float* dpre,
+                               float* db, double* partials, int64_t m, int64_t n, int64_t chunks) {
+  const bool known = with(which, [&](auto a) {
+    dact<Pass<decltype(a)>>(dy, saved, dpre, db ? partials : nullptr, m, n, chunks);
+  });
+  if (!known) return 1;
+  if (!db) return 0;
+  for (int64_t c = 1; c < chunks; ++c)
+    for (int64_t j = 0; j < n; ++j) partials[j] += partials[c * n + j];
+  for (int64_t j = 0; j < n; ++j) db[j] = static_cast<float>(partials[j]);
+  return 0;
+}

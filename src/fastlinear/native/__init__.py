@@ -1,0 +1,1 @@
+"""Compilers, compiled libraries and the CUDA driver."""

@@ -1,5 +1,0 @@
-"""y_g = act(x_g W_gᵀ + b_g) for linears of different sizes, as one operation."""
-
-from fastlinear.ops.unequal_linear.op import explain, unequal_linear
-
-__all__ = ["explain", "unequal_linear"]

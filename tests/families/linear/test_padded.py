@@ -1,0 +1,191 @@
+"""Backend padded: copies to whole multiples of 16 features, cut again, and when it should pay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastlinear.core.compare import judge
+from fastlinear.dispatch import tables
+from fastlinear.dispatch.backend import family
+from fastlinear.dispatch.select import Choice
+from fastlinear.families.linear import defaults, padded, padded_problem, reference, selection
+from fastlinear.families.linear.problem import problem
+
+SIZES = [(5, 7, 9), (33, 31, 48), (8, 64, 17), (1, 1, 1), (40, 100, 30), (3, 15, 16)]
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that nobody has written holds NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def inner(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The sizes of every product that dispatch was asked for."""
+    seen: list[tuple[Any, ...]] = []
+    real = padded.select
+    padded._chosen.clear()
+
+    def watching(p: Any) -> Any:
+        seen.append((p.piece, p.dim("M"), p.dim("K"), p.dim("N")))
+        return real(p)
+
+    monkeypatch.setattr(padded, "select", watching)
+    return seen
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def up(size: int) -> int:
+    return (size + 15) // 16 * 16
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_products_of_padded_rows_are_those_of_the_rows(
+    sizes: tuple[int, int, int], dtype: torch.dtype, inner: list[tuple[Any, ...]]
+) -> None:
+    m, k, n = sizes
+    x, w, b, dy = (draw(*s, dtype=dtype) for s in ((m, k), (n, k), (n,), (m, n)))
+    laid = (w, w.t().contiguous().t(), torch.stack([w, w], 2)[..., 0])
+    for weight in laid:
+        for bias in (b, None):
+            for activation, save in (("gelu_tanh", True), ("relu", False), ("sigmoid", False)):
+                y, pre = padded.forward(x, weight, bias, activation, save)
+                _same(y, reference.forward, (x, weight, bias, activation, save), 0)
+                assert (pre is None) is not save
+                if pre is not None:
+                    _same(pre, reference.forward, (x, weight, bias, activation, save), 1)
+        _same(padded.grad_input(dy, weight), reference.grad_input, (dy, weight))
+    wide = torch.stack([x, x], 2)[..., 0]
+    for rows in (x, wide):
+        _same(padded.grad_weight(dy, rows), reference.grad_weight, (dy, rows))
+    assert {s[1:] for s in inner} == {(m, up(k), up(n))}
+    assert {s[0] for s in inner} == {"forward", "grad_input", "grad_weight"}
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+def test_the_whole_backward(
+    activation: str, sizes: tuple[int, int, int], dtype: torch.dtype, inner: list[tuple[Any, ...]]
+) -> None:
+    m, k, n = sizes
+    x, w, dy, saved = (draw(*s, dtype=dtype) for s in ((m, k), (n, k), (m, n), (m, n)))
+    given = dy, None if activation == "none" else saved, x, w, activation
+    for needs in ((True, True, True), (False, True, False), (True, False, True)):
+        got = padded.backward(*given, needs)
+        assert [g is not None for g in got] == list(needs)
+        for i, one in enumerate(got):
+            if one is not None:
+                _same(one, reference.backward, (*given, (True, True, True)), i)
+    assert {s[1:] for s in inner} == {(m, up(k), up(n))}
+
+
+def _same(got: Tensor, plain: Any, arguments: tuple[Any, ...], which: int | None = None) -> None:
+    def of(result: Any) -> Tensor:
+        found: Tensor = result if which is None else result[which]
+        return found
+
+    high = tuple(a.double() if isinstance(a, Tensor) else a for a in arguments)
+    torchs = of(plain(*arguments))
+    assert got.shape == torchs.shape
+    assert got.is_contiguous()
+    assert got.dtype == torchs.dtype
+    assert judge("padded", got, torchs, of(plain(*high))).passed
+
+
+def test_nothing_of_the_callers_is_written(inner: list[tuple[Any, ...]]) -> None:
+    x, w, b = draw(5, 32), draw(17, 32), draw(17)
+    before = [t.clone() for t in (x, w, b)]
+    y, _ = padded.forward(x, w, b, "relu", False)
+    y.add_(1.0)
+    assert all(torch.equal(t, was) for t, was in zip((x, w, b), before, strict=True))
+
+
+def posed(m: int, k: int, n: int, piece: str = "forward", **more: Any) -> Any:
+    kind = {"dtype": "bfloat16", "device": "cuda", "activation": "relu"} | more
+    return problem(piece, m, k, n, **kind)
+
+
+def test_it_serves_odd_rows_only() -> None:
+    assert padded_problem.reason_not(posed(8, 100, 64)) is None
+    assert padded_problem.reason_not(posed(8, 64, 100)) is None
+    assert "already" in str(padded_problem.reason_not(posed(8, 64, 96)))
+    assert "nothing" in str(padded_problem.reason_not(posed(0, 100, 96)))
+    assert "copies" in str(padded_problem.reason_not(posed(1 << 20, 1000, 96)))
+    for piece in ("forward", "grad_input", "grad_weight", "backward"):
+        (one,) = [b for b in family("linear_act").candidates(piece) if b.name == "padded"]
+        on_cpu = posed(8, 100, 64, piece, device="cpu")
+        assert "CUDA" in str(one.reason_not(on_cpu))
+
+
+def test_the_default_order_takes_it_where_copies_cost_little() -> None:
+    for piece in ("forward", "grad_input", "grad_weight", "backward"):
+        first = 1 if piece == "forward" else 0  # before it cuda, where only N is odd
+        assert defaults.prefer(posed(4096, 4095, 4096, piece))[first] == "padded"
+        assert defaults.prefer(posed(4096, 4096, 4095, piece))[first] == "padded"
+        assert defaults.prefer(posed(4096, 4096, 4095, piece))[0] in ("cuda", "padded")
+        assert defaults.prefer(posed(64, 4095, 4095, piece))[0] != "padded"
+        assert "padded" not in defaults.prefer(posed(4096, 4096, 4096, piece))
+        assert defaults.prefer(posed(4096, 1000, 4096, piece))[0] != "padded"
+        single = {"dtype": "float32", "precision": "highest"}
+        assert defaults.prefer(posed(4096, 1000, 4096, piece, **single))[first] == (
+            "padded" if piece == "forward" else "pieces" if piece == "backward" else "eager"
+        )
+        assert defaults.prefer(posed(256, 4095, 4095, piece, **single))[0] != "padded"
+        few = defaults.prefer(posed(64, 4095, 4095, piece, **single))
+        assert ("triton" in few) is (piece == "backward")
+    assert defaults.prefer(posed(512, 1021, 1021))[0] != "padded"
+    assert defaults.prefer(posed(512, 1021, 1021, captured=True))[1] == "padded"
+    assert defaults.prefer(posed(64, 1021, 1021))[0] == "triton"
+
+
+def test_measurements_of_whole_multiples_say_nothing_of_other_lengths() -> None:
+    row, asked = posed(4096, 4096, 4096), posed(4096, 4096, 4096)
+    assert tables._distance(row, asked) == 0
+    for dims in ((4096, 4095, 4096), (4096, 4096, 4095)):
+        assert tables._distance(row, posed(*dims)) is None
+    assert tables._distance(posed(64, 4095, 4095), posed(64, 4001, 4001)) is not None
+    assert tables._distance(row, posed(4095, 4096, 4096)) is not None  # rows of x, not features
+    assert tables._distance(row, replace(asked, dims=(("M", 0), *asked.dims[1:]))) is None
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_what_was_measured_of_the_pieces_comes_before_the_default(
+    measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole backward is padded by default; pieces known to be fastest are not overruled."""
+    p = posed(8192, 4095, 4095, needs_grad=True)
+    assert "backward" in {q.piece for q in selection.tuning_order(p)}
+    few = {q.piece for q in selection.tuning_order(posed(8192, 4096, 4096, needs_grad=True))}
+    assert "backward" not in few
+
+    def chosen(q: Any, forced: str | None = None) -> Any:
+        name, source = forced or "eager", "tuned" if measured else "default"
+        if q.piece == "backward":
+            name, source = "padded", "default"
+        (backend,) = [b for b in family("linear_act").candidates(q.piece) if b.name == name]
+        return Choice(q, backend, source, "", ())
+
+    monkeypatch.setattr(selection, "select", chosen)
+    found = [(c.problem.piece, c.backend.name) for c in selection.select_pieces(p)]
+    if measured:
+        assert ("grad_input", "eager") in found
+    else:
+        assert found == [("forward", "eager"), ("backward", "padded")]
