@@ -35,7 +35,7 @@ def test_threads_follow_torch() -> None:
         counts.append(torch.get_num_threads())
         return counts[-1]
 
-    before, ask = torch.get_num_threads(), elementwise._library().fastlinear_elementwise_threads
+    before, ask = torch.get_num_threads(), elementwise._library().fastlinear_threads
     ask(ctypes.cast(count, ctypes.c_void_p))
     try:
         for threads in (2, 1, 2):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastlinear.core.autocast import cast
+from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types whose memory a kernel may read; subclasses may mean something else by it."""
@@ -58,6 +59,16 @@ def is_captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def facts_of(x: Tensor) -> dict[str, Any]:
+    """What the first tensor of a call tells its Problem, by the keywords of ``problem``."""
+    return {
+        "dtype": DTYPE_NAMES[x.dtype],
+        "device": x.device.type,
+        "precision": matmul_precision(x.dtype),
+        "captured": is_captured(x),
+    }
+
+
 def as_result(y: Tensor, shape: Sequence[int]) -> Tensor:
     """What kernels wrote, in the shape its caller sees: the same memory as a tensor of no base.
 
@@ -73,6 +84,11 @@ def as_result(y: Tensor, shape: Sequence[int]) -> Tensor:
 def forward_mode() -> bool:
     """Whether forward-mode differentiation is under way."""
     return forward_ad._current_level >= 0
+
+
+def beyond_memory(*dys: Tensor) -> bool:
+    """Whether gradients are batched or dual, and mean other numbers than those in their memory."""
+    return transforms_active() or forward_mode() or any(map(batched, dys))
 
 
 def watched() -> bool:

@@ -219,6 +219,25 @@ def check_backend(backend: str | None, family_name: str, function: str) -> None:
         )
 
 
+def always(_: Problem) -> str | None:
+    """``reason_not`` of a backend that serves every Problem."""
+    return None
+
+
+def why_no_gpu(problem: Problem, *packages: str) -> str | None:
+    """Why no kernel of ours for a GPU can serve a Problem, or None.
+
+    Args:
+        packages: what compiles it must be installed.
+    """
+    if problem.device != "cuda":
+        return "its kernels run on CUDA devices only"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    missing = [package for package in packages if not is_installed(package)]
+    return f"the package {missing[0]} is not installed" if missing else None
+
+
 @lru_cache(maxsize=8)
 def is_installed(package: str) -> bool:
     """Whether a package is there to be imported, without importing it."""

@@ -21,6 +21,8 @@ from fastlinear.fastpath.build import Build, after_fork, waited
 NOTHING, OUTPUT, HIDDEN, INTERNAL, SPENT = 0, 1, 2, 3, 4
 """What a forward keeps for its backward besides the call's tensors; as autograd_node.h numbers
 it."""
+KEPT = {"none": NOTHING, "output": OUTPUT, "pre": INTERNAL}
+"""How what an activation's derivative reads is kept, by the activation's ``saved``."""
 MAX_TENSORS = 63
 """Most tensors of a call, whose gradients are counted as bits."""
 

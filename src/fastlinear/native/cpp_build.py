@@ -187,7 +187,7 @@ class _Build:
                 _built((self, cxx, flags), self.source, library)
                 found = library_store.loaded(library, ctypes.CDLL)
                 if found is not None:
-                    return _told_of_fork(found)
+                    return _told(found)
                 failures.append(f"{library.parent}: {STOPPED}")
             except OSError as error:  # read-only, full, mounted without execution...
                 failures.append(f"{library.parent}: {error}")
@@ -257,6 +257,20 @@ def load(source: Path) -> ctypes.CDLL:
         raise UnsupportedError(*build.error.args) from build.error
     assert build.library is not None
     return build.library
+
+
+def load_calls(source: Path, result: Any = None, **pointers: int) -> ctypes.CDLL:
+    """``load``, for a library whose functions take pointers alone.
+
+    Args:
+        result: what the functions return, as ctypes names it.
+        pointers: each function's name, and how many it takes.
+    """
+    library = load(source)
+    for name, count in pointers.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = [ctypes.c_void_p] * count, result
+    return library
 
 
 def why_not_loaded(source: Path) -> str | None:
@@ -362,7 +376,7 @@ def _found(places: list[Path]) -> ctypes.CDLL | None:
         with suppress(OSError):  # writable for others, mounted without execution...
             found = library_store.loaded(library, ctypes.CDLL)
             if found is not None:
-                return _told_of_fork(found)
+                return _told(found)
     return None
 
 
@@ -370,8 +384,11 @@ def _unsupported(expected: str, received: str, remedy: str) -> UnsupportedError:
     return UnsupportedError("cpp_build.load", expected, received, remedy)
 
 
-def _told_of_fork(library: ctypes.CDLL) -> ctypes.CDLL:
-    """A library notices later forks by itself; where it needs to, it takes in earlier ones."""
+def _told(library: ctypes.CDLL) -> ctypes.CDLL:
+    """A library with ``threads.h`` asks torch for threads. It notices later forks by itself; where
+    it needs to, it takes in earlier ones."""
+    if hasattr(library, "fastlinear_threads"):
+        ask_torch_for_threads(library.fastlinear_threads)
     if _forking_thread is not None and hasattr(library, "fastlinear_forked"):
         library.fastlinear_forked(ctypes.c_uint64(_forking_thread))
     return library

@@ -65,6 +65,11 @@ class Traced:
     summed: str | None = None
 
 
+def chosen_or(chosen: Chosen, piece: int, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of the backend chosen for a piece, or the other where none was chosen."""
+    return otherwise if chosen is None else chosen[piece].backend.load()
+
+
 def register(spec: OpSpec, traced: Traced) -> None:
     """Give the declared ops ``spec.name`` and ``spec.name + "_backward"`` their functions."""
     ops = _Ops(spec, traced)

@@ -16,7 +16,8 @@ from fastlinear.core.compare import KINKED
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend, Family, deferred, register_family
+from fastlinear.dispatch.backend import Backend, Family, always, deferred, register_family
+from fastlinear.dispatch.drawn import Draw
 from fastlinear.families.diagonal import addcmul, reference
 from fastlinear.families.diagonal.cpu import cpp
 from fastlinear.families.diagonal.problem import NAME, PIECES, SPACE, STEP, problem
@@ -31,10 +32,6 @@ _TRITON_SOURCES = ("families/diagonal/triton", *TRITON_SOURCES)
 _MAX_REDRAWS = 64
 _MANY = 1 << 24  # numbers whose passes over memory take a GPU longer than the host any call
 _CPP_SOURCES = ("families/diagonal/cpu", *CPP_SOURCES)
-
-
-def _always(_: Problem) -> str | None:
-    return None
 
 
 def _prefer(p: Problem) -> tuple[str, ...]:
@@ -66,11 +63,7 @@ def _prefer(p: Problem) -> tuple[str, ...]:
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
     """Random inputs of a Problem's piece; differentiated ones clear of an activation's kink."""
     m, k = p.dim("M"), p.dim("K")
-    dtype = FLOAT_DTYPES[p.dtype]
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
+    draw = Draw(p, device, seed)
 
     def laid_out() -> Tensor:
         if p.option("x") == "strided":
@@ -148,7 +141,7 @@ def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
     return {"": problem("forward", 64, 1024, **place)}
 
 
-_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
+_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", always)
 _PIECES_SOURCES = (
     *("families/diagonal/autograd.py", "families/diagonal/addcmul.py"),
     *(*_TRITON_SOURCES, *_CPP_SOURCES),
@@ -162,7 +155,7 @@ FAMILY = register_family(
             Backend(
                 NAME, STEP, "pieces", f"{_HERE}.spec:pieces", _reason_not_pieces, _PIECES_SOURCES
             ),
-            *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
+            *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", always) for p in PIECES),
             Backend(NAME, "forward", "addcmul", f"{_HERE}.addcmul:forward", addcmul.reason_not),
             *(
                 Backend(

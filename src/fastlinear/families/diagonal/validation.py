@@ -10,8 +10,8 @@ from torch import Tensor
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.calls import transforms_active
 from fastlinear.core.errors import InputError
-from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.core.tensor_kinds import conversion, unlike_strided
+from fastlinear.core.tensor_kinds import unlike_strided
+from fastlinear.op.checks import check_backend, check_dtype, check_like, check_tensor
 
 _NAME = "diagonal_linear"
 
@@ -26,15 +26,11 @@ def validate(
 ) -> None:
     """Raise InputError unless the arguments fit each other."""
     activation_of(activation, _NAME)
-    if backend is not None and not isinstance(backend, str):
-        remedy = "Leave backend out to let fastlinear choose."
-        _fail("backend to be a name or None", repr(backend), remedy)
+    check_backend(_NAME, backend)
     optional = [("bias", bias), ("residual", residual)]
     given = [("weight", weight), *((n, t) for n, t in optional if t is not None)]
     for name, value in (("x", x), *given):
-        if not isinstance(value, torch.Tensor):
-            remedy = "Convert it, for example with torch.as_tensor."
-            _fail(f"{name} to be a tensor", type(value).__name__, remedy)
+        check_tensor(_NAME, name, value)
     if weight.dim() != 1:
         full = "A full matrix goes with linear_act; its diagonal is weight.diagonal()."
         remedy = full if weight.dim() == 2 else "Give one number a feature."
@@ -49,16 +45,9 @@ def validate(
     if residual is not None and residual.shape != x.shape:
         remedy = "Expand it to x's shape first, or add it to the result."
         _fail(f"residual of x's shape {tuple(x.shape)}", f"shape {tuple(residual.shape)}", remedy)
-    if x.dtype not in DTYPE_NAMES:
-        remedy = conversion("x", x, "Convert the input, for example x.float().")
-        _fail(f"a dtype in {', '.join(DTYPE_NAMES.values())}", str(x.dtype), remedy)
+    check_dtype(_NAME, x)
     for name, value in given:
-        if value.dtype != x.dtype:
-            remedy = conversion(name, value, "Convert one of them, or use torch.autocast.")
-            _fail(f"{name} of x's dtype {x.dtype}", str(value.dtype), remedy)
-        if value.device != x.device:
-            remedy = f"Move it: {name}.to({str(x.device)!r})."
-            _fail(f"{name} on x's device {x.device}", str(value.device), remedy)
+        check_like(_NAME, name, value, x)
 
 
 def validate_out(

@@ -23,6 +23,7 @@ from fastlinear.families.gated.stacking import (
     split_pre,
 )
 from fastlinear.fastpath import autograd_node
+from fastlinear.op import differentiable
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,13 @@ class Formula:
         if torch.is_grad_enabled() or calls.batched(dy):
             if x is None:
                 return differentiable_of_down(dy, pre, *names, wanted)
-            return differentiable_backward(dy, x, weights, biases, *names, wanted)
+            return differentiable.gradients(self._by_ops, tensors, needs, dy)  # type: ignore[return-value]
         return run_backward(dy, pre, x, weights, biases, *names, wanted, self.backward, over)
+
+    def _by_ops(self, x: Tensor, *parameters: Any) -> Tensor:
+        """y by PyTorch's own ops."""
+        weights, biases = Weights(*parameters[:3]), Biases(*parameters[3:])
+        return reference.gated_mlp(x, weights, biases, self.activation, self.order)
 
 
 class GatedMLP(torch.autograd.Function):
@@ -186,34 +192,3 @@ def _dense(dy: Tensor) -> Tensor:
     """dy (..., N) as dense rows."""
     rows = as_rows(dy.resolve_neg())
     return rows if rows.is_contiguous() else rows.contiguous()  # expanded, as sum() makes it
-
-
-def differentiable_backward(
-    dy: Tensor,
-    x: Tensor,
-    weights: Weights,
-    biases: Biases,
-    activation: str,
-    order: str,
-    needs: Needs,
-) -> Gradients:
-    """The gradients by torch's own differentiable ops."""
-    # Views make each argument a node of its own: x may depend on a weight, and each gradient must
-    # stop at its argument.
-    with torch.enable_grad():
-        given = [None if t is None else t.view_as(t) for t in (x, *weights, *biases)]
-        wanted = [t for t, need in zip(given, needs, strict=True) if need and t is not None]
-        own = given[0]
-        assert own is not None
-        y = reference.gated_mlp(
-            own,
-            Weights(*given[1:4]),  # type: ignore[arg-type]
-            Biases(*given[4:7]),
-            activation,
-            order,
-        )
-        found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-    return tuple(
-        next(found) if need and t is not None else None
-        for t, need in zip(given, needs, strict=True)
-    )

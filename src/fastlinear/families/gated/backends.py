@@ -17,7 +17,8 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.device import is_amd
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend, Family, is_installed, register_family
+from fastlinear.dispatch.backend import Backend, Family, always, register_family, why_no_gpu
+from fastlinear.dispatch.drawn import Draw
 from fastlinear.families.gated import reference
 from fastlinear.families.gated.cpu import cpp, gemm, half, onednn
 from fastlinear.families.gated.cuda import backend
@@ -43,20 +44,12 @@ _LEAST_ROWS = 33  # tiles of 64 rows that are more than half filled; measured at
 _CUDA_SOURCES = ("families/gated/cuda", "families/gated/products.py", *CUDA_SOURCES)
 
 
-def _always(_: Problem) -> str | None:
-    return None
-
-
 def _reason_not_triton(fused: bool) -> Callable[[Problem], str | None]:
     """Why a Triton backend cannot serve, whose products are its own or not."""
 
     def reason_not(p: Problem) -> str | None:
-        if p.device != "cuda":
-            return "its kernels run on CUDA devices only"
-        if not torch.cuda.is_available():
-            return "torch sees no CUDA device"
-        if not is_installed("triton"):
-            return "the package triton is not installed"
+        if (why := why_no_gpu(p, "triton")) is not None:
+            return why
         if fused and p.piece == "backward" and not has_down(p):
             return "without a down projection there is no product to hold the gate's derivatives"
         sizes = p.dim("M"), p.dim("K"), p.dim("H"), p.dim("N") if has_down(p) else 0
@@ -103,11 +96,8 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
     """Random inputs of a Problem's piece, scaled so that pre-activations are near unit size."""
     m, k, h = p.dim("M"), p.dim("K"), p.dim("H")
     n = p.dim("N") if has_down(p) else 0
-    dtype, name, order = FLOAT_DTYPES[p.dtype], p.option("activation"), p.option("order")
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
+    name, order = p.option("activation"), p.option("order")
+    draw = Draw(p, device, seed)
 
     def matrix(rows: int, columns: int) -> Tensor:
         scale = columns**-0.5
@@ -216,7 +206,7 @@ _PIECES_SOURCES = (
     *("fastpath/autograd_node.h", "fastpath/tape.h", "fastpath/recorder.py"),
     *(*_CPU_SOURCES, *_CUDA_SOURCES, *_TRITON_SOURCES),
 )
-_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
+_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", always)
 FAMILY = register_family(
     Family(
         name=NAME,
@@ -227,7 +217,7 @@ FAMILY = register_family(
                 *(NAME, STEP, "pieces", f"{_HERE}.spec:pieces", _reason_not_pieces),
                 _PIECES_SOURCES,
             ),
-            *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
+            *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", always) for p in PIECES),
             *(
                 Backend(
                     NAME, p, "onednn", f"{_HERE}.cpu.onednn:{p}", onednn.reason_not, _CPU_SOURCES

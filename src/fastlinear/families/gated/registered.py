@@ -6,7 +6,7 @@ Without a down weight they are ``gated_linear``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from fastlinear.families.gated import reference
 from fastlinear.families.gated.autograd import as_rows, run_backward
 from fastlinear.families.gated.spec import NAME, SPEC
 from fastlinear.families.gated.stacking import Biases, Weights, out_features
-from fastlinear.op.registered import Chosen, Shape, Traced, register
+from fastlinear.op.registered import Chosen, Shape, Traced, chosen_or, register
 from fastlinear.op.spec import Arguments
 
 
@@ -27,9 +27,7 @@ def _arguments(given: Sequence[Any], backend: str | None) -> Arguments:
 
 def _forward(call: Arguments, chosen: Chosen, saves: bool) -> tuple[Tensor, Sequence[Tensor]]:
     x, weights, biases, _, activation, order, _, _ = call
-    run: Callable[..., Any] = reference.forward
-    if chosen is not None:
-        run = chosen[0].backend.load()
+    run = chosen_or(chosen, 0, reference.forward)
     y, *pre = run(as_rows(x), weights, biases, activation, order, saves)
     return y.contiguous().view(_shape(call)), [t for t in pre if t is not None]
 
@@ -38,9 +36,7 @@ def _backward(
     dy: Tensor, saved: list[Tensor], call: Arguments, chosen: Chosen, needs: Any
 ) -> Sequence[Tensor | None]:
     x, weights, biases, _, activation, order, _, _ = call
-    run: Callable[..., Any] = reference.backward
-    if chosen is not None:
-        run = chosen[1].backend.load()
+    run = chosen_or(chosen, 1, reference.backward)
     first, second = (*saved, None, None)[:2]
     pre = None if first is None else (first, second)
     return run_backward(dy, pre, x, weights, biases, activation, order, needs, run)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastlinear.core.calls import is_captured
-from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
+from fastlinear.core.calls import facts_of
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.steps import backward_choice, choices_of, select_pieces
 from fastlinear.families.gated.problem import problem
@@ -33,8 +32,6 @@ def problem_of(
         k,
         hidden(weights),
         0 if weights.down is None else weights.down.shape[0],
-        dtype=DTYPE_NAMES[x.dtype],
-        device=x.device.type,
         activation=activation,
         bias="yes" if all(held) else "some" if any(held) else "no",
         needs_grad=needs_grad,
@@ -42,6 +39,5 @@ def problem_of(
         recompute=needs_grad and recompute == 1,
         x="dense" if x.is_contiguous() else "strided",
         w="dense" if all(w.is_contiguous() for w in given) else "strided",
-        precision=matmul_precision(x.dtype),
-        captured=is_captured(x),
+        **facts_of(x),
     )

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import InputError
-from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.core.tensor_kinds import conversion
 from fastlinear.families.gated.stacking import ORDERS, STACKED
+from fastlinear.op.checks import check_backend, check_dtype, check_like, check_tensor
 
 KINDS = ("gate", "up", "down")
 OTHER_GATE = (
@@ -43,10 +42,7 @@ def validate(
             repr(order),
             "It says how gate and up lie in gate_weight; leave it out where they are two tensors.",
         )
-    if backend is not None and not isinstance(backend, str):
-        check.fail(
-            "backend to be a name or None", repr(backend), "Leave it out to let fastlinear choose."
-        )
+    check_backend(function, backend)
     check.tensors(x, weights, biases, order)
     check.shapes(x, weights, biases, order)
     check.like_x(x, weights, biases)
@@ -95,12 +91,7 @@ class _Check:
             if value is not None:
                 wanted.append((f"{kind}_bias", value))
         for name, value in wanted:
-            if not isinstance(value, Tensor):
-                self.fail(
-                    f"{name} to be a tensor",
-                    type(value).__name__,
-                    "Convert it, for example with torch.as_tensor.",
-                )
+            check_tensor(self.function, name, value)
 
     def shapes(
         self, x: Tensor, weights: tuple[Any, ...], biases: tuple[Any, ...], order: str
@@ -158,26 +149,9 @@ class _Check:
 
     def like_x(self, x: Tensor, weights: tuple[Any, ...], biases: tuple[Any, ...]) -> None:
         """One dtype and one device."""
-        if x.dtype not in DTYPE_NAMES:
-            self.fail(
-                f"a dtype in {', '.join(DTYPE_NAMES.values())}",
-                str(x.dtype),
-                conversion("x", x, "Convert the input, for example x.float()."),
-            )
+        check_dtype(self.function, x)
         named = [(f"{kind}_weight", t) for kind, t in zip(KINDS, weights, strict=True)]
         named += [(f"{kind}_bias", t) for kind, t in zip(KINDS, biases, strict=True)]
         for name, value in named:
-            if value is None:
-                continue
-            if value.dtype != x.dtype:
-                self.fail(
-                    f"{name} of x's dtype {x.dtype}",
-                    str(value.dtype),
-                    conversion(name, value, "Convert one of them, or use torch.autocast."),
-                )
-            if value.device != x.device:
-                self.fail(
-                    f"{name} on x's device {x.device}",
-                    str(value.device),
-                    f"Move it: {name}.to({str(x.device)!r}).",
-                )
+            if value is not None:
+                check_like(self.function, name, value, x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from fastlinear.families.grouped import reference
 from fastlinear.families.grouped.reference import Gradients, Needs
 from fastlinear.families.grouped.sign_mask import SIGNS, AnyPlace, is_sign_mask
 from fastlinear.fastpath import autograd_node
+from fastlinear.op import differentiable
 
 _KEPT = {
     "none": (),
@@ -80,7 +82,7 @@ class Formula:
     def gradients(
         self,
         dy: Tensor,
-        _: None,
+        _hidden: None,
         shape: tuple[int, ...],
         tensors: tuple[Tensor | None, ...],
         kept: tuple[Tensor | None, ...],
@@ -95,14 +97,16 @@ class Formula:
                 of y, if any.
             needs: which gradients are wanted.
         """
-        x, weight, bias = tensors
+        x, weight, _ = tensors
         wanted: Any = tuple(needs)
         assert x is not None
         assert weight is not None
         names = self.activation, self.layout
         # create_graph wants differentiable gradients; batches of them are for PyTorch's own ops
         if torch.is_grad_enabled() or calls.batched(dy):
-            return differentiable_backward(dy, x, weight, bias, *names, wanted)
+            run = partial(reference.grouped_linear, activation=names[0], layout=names[1])
+            dx, dw, db = differentiable.gradients(run, tensors, needs, dy)
+            return dx, dw, db
         saved = kept[0] if kept else None
         return run_backward(dy, saved, x, weight, *names, wanted, self.backward)
 
@@ -149,29 +153,3 @@ def run_backward(
     grad = layouts.blocks(dy.resolve_neg(), layout, groups, n).reshape(*tokens, n)
     dx, dw, db = run(grad, saved, rows, weight, activation, needs, order)
     return (None if dx is None else layouts.unblocked(dx, layout, x.shape)), dw, db
-
-
-def differentiable_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    layout: str,
-    needs: Needs,
-) -> Gradients:
-    """The gradients by torch's own differentiable ops."""
-    # Views make each argument a node of its own: x may depend on the weight, and each gradient must
-    # stop at its argument.
-    with torch.enable_grad():
-        x, weight = x.view_as(x), weight.view_as(weight)
-        bias = None if bias is None else bias.view_as(bias)
-        given = (x, weight, bias)
-        wanted = [t for t, need in zip(given, needs, strict=True) if need and t is not None]
-        y = reference.grouped_linear(x, weight, bias, activation, layout)
-        found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-    dx, dw, db = (
-        next(found) if need and t is not None else None
-        for t, need in zip(given, needs, strict=True)
-    )
-    return dx, dw, db

@@ -18,7 +18,8 @@ from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend, Family, is_installed, register_family
+from fastlinear.dispatch.backend import Backend, Family, always, register_family, why_no_gpu
+from fastlinear.dispatch.drawn import Draw
 from fastlinear.families.grouped import layout as layouts
 from fastlinear.families.grouped import reference, torch_backends
 from fastlinear.families.grouped.cpu import cpp
@@ -47,17 +48,9 @@ _PIECES_SOURCES = (
 )
 
 
-def _always(_: Problem) -> str | None:
-    return None
-
-
 def _reason_not_triton(p: Problem) -> str | None:
-    if p.device != "cuda":
-        return "its kernels run on CUDA devices only"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    if not is_installed("triton"):
-        return "the package triton is not installed"
+    if (why := why_no_gpu(p, "triton")) is not None:
+        return why
     dtype, capability = FLOAT_DTYPES[p.dtype], torch.cuda.get_device_capability()
     sizes = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
     return config.reason_not(*sizes, dtype, capability)
@@ -88,11 +81,7 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
     groups, k, n = p.dim("G"), p.dim("K"), p.dim("N")
     dtype, order = FLOAT_DTYPES[p.dtype], p.option("order")
     act = activation_of(p.option("activation"))
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        values = torch.randn(shape, generator=generator, device=device)
-        return (values * scale).to(dtype)
+    draw = Draw(p, device, seed)
 
     def tokens(features: int, strided: bool = False) -> Tensor:
         drawn = draw(batch, length, groups, features)
@@ -191,7 +180,7 @@ def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
     }
 
 
-_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
+_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", always)
 FAMILY = register_family(
     Family(
         name=NAME,
@@ -201,7 +190,7 @@ FAMILY = register_family(
             Backend(
                 NAME, STEP, "pieces", f"{_HERE}.spec:pieces", _reason_not_pieces, _PIECES_SOURCES
             ),
-            *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
+            *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", always) for p in PIECES),
             Backend(
                 NAME,
                 "forward",
@@ -261,7 +250,7 @@ FAMILY = register_family(
                 )
                 for piece in PIECES
             ),
-            Backend(NAME, "forward", "baddbmm", f"{_HERE}.torch_backends:baddbmm_forward", _always),
+            Backend(NAME, "forward", "baddbmm", f"{_HERE}.torch_backends:baddbmm_forward", always),
             Backend(
                 NAME,
                 "forward",

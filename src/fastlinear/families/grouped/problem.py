@@ -75,3 +75,12 @@ def tokens_of(p: Problem) -> tuple[int, int]:
         return 1, m
     length = p.dim("L")
     return max(1, round(m / length)), length
+
+
+SIZES = tuple(size[:4] for size in SPACE.sizes)
+"""M, G, K and N of small calls, of rows in any order."""
+
+
+def bits(number: int) -> str:
+    """``"32"`` or ``"64"``: how wide a signed integer must be to hold it."""
+    return "64" if number >= 1 << 31 else "32"

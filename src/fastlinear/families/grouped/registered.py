@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -12,15 +11,13 @@ from fastlinear.families.grouped import layout as layouts
 from fastlinear.families.grouped import reference
 from fastlinear.families.grouped.autograd import run_backward
 from fastlinear.families.grouped.spec import SPEC
-from fastlinear.op.registered import Chosen, Shape, Traced, register
+from fastlinear.op.registered import Chosen, Shape, Traced, chosen_or, register
 from fastlinear.op.spec import Arguments
 
 
 def _forward(call: Arguments, chosen: Chosen, saves: bool) -> tuple[Tensor, Sequence[Tensor]]:
     x, weight, bias, activation, layout, _ = call
-    run: Callable[..., Any] = reference.forward
-    if chosen is not None:
-        run = chosen[0].backend.load()
+    run = chosen_or(chosen, 0, reference.forward)
     rows = layouts.blocks(x, layout, weight.shape[0], weight.shape[2])
     order = layouts.order_of(layout, x.shape)
     y, pre = run(rows, weight, bias, activation, saves, order)
@@ -32,9 +29,7 @@ def _backward(
     dy: Tensor, saved: list[Tensor], call: Arguments, chosen: Chosen, needs: tuple[bool, ...]
 ) -> Sequence[Tensor | None]:
     x, weight, _, activation, layout, _ = call
-    run: Callable[..., Any] = reference.backward
-    if chosen is not None:
-        run = chosen[1].backend.load()
+    run = chosen_or(chosen, 1, reference.backward)
     wanted = needs[0], needs[1], needs[2]
     kept = saved[0] if saved else None
     return run_backward(dy, kept, x, weight, activation, layout, wanted, run)

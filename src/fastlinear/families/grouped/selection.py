@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastlinear.core.calls import is_captured
-from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
+from fastlinear.core.calls import facts_of
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.steps import backward_choice, choices_of, select_pieces
 from fastlinear.families.grouped import layout as layouts
@@ -25,8 +24,6 @@ def problem_of(
         groups,
         k,
         weight.shape[1],
-        dtype=DTYPE_NAMES[x.dtype],
-        device=x.device.type,
         activation=activation,
         bias=bias is not None,
         needs_grad=needs_grad,
@@ -34,6 +31,5 @@ def problem_of(
         length=length,
         x="dense" if layouts.is_dense(x, order) else "strided",
         w="dense" if weight.is_contiguous() else "strided",
-        precision=matmul_precision(x.dtype),
-        captured=is_captured(x),
+        **facts_of(x),
     )

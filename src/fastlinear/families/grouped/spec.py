@@ -52,7 +52,7 @@ def _rows(x: Tensor, weight: Tensor, layout: str) -> Tensor:
 
 def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
     x, weight, _, activation, layout, backend = arguments
-    own = _own(activation, layout)
+    own = partial(reference.grouped_linear, activation=activation, layout=layout)
     empty = not x.numel() * weight.numel()
     if x.device.type not in ("cpu", "cuda") or (empty and backend is None):
         return Resolved(own, own, by_torch=True)
@@ -79,11 +79,6 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     plan = _training(formula)
     record = None if calls.is_captured(x) else partial(recorded.node, formula)
     return Resolved(plan, plan, record)
-
-
-def _own(activation: str, layout: str) -> Plan:
-    """PyTorch's own ops."""
-    return lambda x, weight, bias: reference.grouped_linear(x, weight, bias, activation, layout)
 
 
 def _inference(run: Callable[..., Any], activation: str, layout: str) -> Plan:

@@ -9,9 +9,17 @@ from torch import Tensor
 
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import InputError
-from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.core.tensor_kinds import REMEDY, conversion, unlike_strided
 from fastlinear.families.grouped.layout import LAYOUTS, NAMES, SHARED, features_of
+from fastlinear.families.grouped.problem import NAME
+from fastlinear.op.checks import (
+    check_backend,
+    check_dense,
+    check_dtype,
+    check_like,
+    check_tensor,
+)
+
+_STACK = "Stack weights of equal shape: torch.stack(weights)."
 
 
 def validate(
@@ -23,69 +31,51 @@ def validate(
     backend: str | None = None,
 ) -> None:
     """Raise InputError unless the arguments fit each other."""
-    activation_of(activation, "grouped_linear")
+    activation_of(activation, NAME)
     if not isinstance(layout, str) or layout not in NAMES:
         _fail(
             f"layout in {', '.join(map(repr, NAMES))}",
             repr(layout),
             "It names x's dimensions: g groups, k features, b batch, ... any others.",
         )
-    if backend is not None and not isinstance(backend, str):
-        _fail(
-            "backend to be a name or None", repr(backend), "Leave it out to let fastlinear choose."
-        )
-    for name, value in (("x", x), ("weight", weight), ("bias", bias)):
-        if not isinstance(value, Tensor) and not (name == "bias" and value is None):
-            remedy = "Convert it, for example with torch.as_tensor."
-            if name == "weight" and isinstance(value, (list, tuple)):
-                remedy = "Stack weights of equal shape: torch.stack(weights)."
-            _fail(f"{name} to be a tensor", type(value).__name__, remedy)
-        if isinstance(value, Tensor) and not (name == "x" and layout == SHARED):
-            _check_strided(name, value)
+    check_backend(NAME, backend)
+    given = [("x", x), ("weight", weight)] + ([] if bias is None else [("bias", bias)])
+    for name, value in given:
+        listed = name == "weight" and isinstance(value, (list, tuple))
+        check_tensor(NAME, name, value, _STACK if listed else None)
+        if not (name == "x" and layout == SHARED):
+            check_dense(NAME, name, value)
     if layout == SHARED and x.is_nested and x.layout is torch.strided:
-        _check_strided("x", x)  # PyTorch's linear takes other kinds
+        check_dense(NAME, "x", x)  # PyTorch's linear takes other kinds
+    check_weight(NAME, weight)
+    _validate_x(x, weight, layout)
+    check_bias(NAME, weight, bias)
+    check_dtype(NAME, x)
+    for name, value in given[1:]:
+        check_like(NAME, name, value, x)
+
+
+def check_weight(function: str, weight: Tensor) -> None:
+    """Raise InputError unless a weight has the shape (G, N, K)."""
     if weight.dim() != 3 or weight.shape[0] == 0:
-        _fail(
+        raise InputError(
+            function,
             "weight of shape (G, N, K) with at least one group",
             f"shape {tuple(weight.shape)}",
             "Stack the groups' weights (N, K): torch.stack(weights).",
         )
-    _validate_x(x, weight, layout)
+
+
+def check_bias(function: str, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise InputError unless a bias fits a weight (G, N, K)."""
     groups, n, _ = weight.shape
-    others = [("weight", weight)]
-    if bias is not None:
-        if bias.shape != (groups, n):
-            _fail(
-                f"bias of shape ({groups}, {n}) for weight of shape {tuple(weight.shape)}",
-                f"shape {tuple(bias.shape)}",
-                "Give one number per group and output feature, or None.",
-            )
-        others.append(("bias", bias))
-    if x.dtype not in DTYPE_NAMES:
-        _fail(
-            f"a dtype in {', '.join(DTYPE_NAMES.values())}",
-            str(x.dtype),
-            conversion("x", x, "Convert the input, for example x.float()."),
+    if bias is not None and bias.shape != (groups, n):
+        raise InputError(
+            function,
+            f"bias of shape ({groups}, {n}) for weight of shape {tuple(weight.shape)}",
+            f"shape {tuple(bias.shape)}",
+            "Give one number per group and output feature, or None.",
         )
-    for name, value in others:
-        if value.dtype != x.dtype:
-            _fail(
-                f"{name} of x's dtype {x.dtype}",
-                str(value.dtype),
-                conversion(name, value, "Convert one of them, or use torch.autocast."),
-            )
-        if value.device != x.device:
-            _fail(
-                f"{name} on x's device {x.device}",
-                str(value.device),
-                f"Move it: {name}.to({str(x.device)!r}).",
-            )
-
-
-def _check_strided(name: str, value: Tensor) -> None:
-    unlike = unlike_strided(value)
-    if unlike is not None:
-        _fail(f"{name} to be a dense tensor", unlike, REMEDY)
 
 
 def _validate_x(x: Tensor, weight: Tensor, layout: str) -> None:
@@ -137,4 +127,4 @@ def _named(wanted: tuple[int, ...]) -> str:
 
 
 def _fail(expected: str, received: str, remedy: str) -> NoReturn:
-    raise InputError("grouped_linear", expected, received, remedy)
+    raise InputError(NAME, expected, received, remedy)

@@ -14,10 +14,19 @@ import torch
 from torch import Tensor
 
 from fastlinear.activations.reference import activation as activation_of
-from fastlinear.core.compare import KINKED, clear_of_kinks
+from fastlinear.core.compare import KINKED
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend, Family, deferred, is_installed, register_family
+from fastlinear.dispatch.backend import (
+    Backend,
+    Family,
+    always,
+    deferred,
+    is_installed,
+    register_family,
+    why_no_gpu,
+)
+from fastlinear.dispatch.drawn import linear_clear_of_kinks
 from fastlinear.families.linear import cublaslt, defaults, padded_problem, reference
 from fastlinear.families.linear.cpu import cpp, gemm, half, onednn
 from fastlinear.families.linear.cuda import few_rows_config
@@ -42,18 +51,8 @@ PIECES_SOURCES = (
 """What a training call consists of."""
 
 
-def _always(_: Problem) -> str | None:
-    return None
-
-
 def _reason_not_gpu(p: Problem) -> str | None:
-    if p.device != "cuda":
-        return "its kernels run on CUDA devices only"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    if p.dtype == "float64":
-        return "no kernel for float64"
-    return None
+    return why_no_gpu(p) or ("no kernel for float64" if p.dtype == "float64" else None)
 
 
 def _reason_not_triton(p: Problem) -> str | None:
@@ -160,14 +159,10 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
     if p.piece == STEP and act.name in KINKED and p.option("x") == "rows":
         more = torch.Generator(device=device).manual_seed(seed + 1)
 
-        def pre_activations(rows: Tensor) -> tuple[Tensor]:
-            b = None if bias is None else bias.to(rows.dtype)
-            return (torch.nn.functional.linear(rows, weight.to(rows.dtype), b),)
+        def redraw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=more, device=device).to(dtype)
 
-        def redraw(rows: int) -> Tensor:
-            return torch.randn(rows, k, generator=more, device=device).to(dtype)
-
-        x, _ = clear_of_kinks(x, pre_activations, redraw)
+        x = linear_clear_of_kinks(x, weight, bias, redraw)
     save_pre = p.needs_grad and act.saved == "pre"
     if p.piece == "forward":
         return x, weight, bias, act.name, save_pre
@@ -191,7 +186,7 @@ def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
     return getattr(reference, p.piece)(*inputs)
 
 
-_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
+_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", always)
 
 
 def _whatever_bias(p: Problem) -> Problem:
@@ -227,7 +222,7 @@ FAMILY = register_family(
         pieces=(*PIECES, WHOLE_BACKWARD, STEP),
         backends=(
             *(
-                Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always)
+                Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", always)
                 for p in (*PIECES, WHOLE_BACKWARD)
             ),
             _STEP_EAGER,

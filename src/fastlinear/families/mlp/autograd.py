@@ -12,14 +12,10 @@ from torch import Tensor
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core import calls
 from fastlinear.families.mlp import reference
-from fastlinear.families.mlp.reference import Biases, Needs, Weights
+from fastlinear.families.mlp.reference import Needs, Weights
 from fastlinear.fastpath import autograd_node
+from fastlinear.op import differentiable
 
-_LAST = {
-    "none": autograd_node.NOTHING,
-    "output": autograd_node.OUTPUT,
-    "pre": autograd_node.INTERNAL,
-}
 Grads = tuple[Tensor | None, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]
 
 
@@ -46,7 +42,7 @@ class Formula:
     @property
     def kept(self) -> tuple[int, ...]:
         """How what each layer's backward reads is kept."""
-        last = _LAST[activation_of(self.final_activation).saved]
+        last = autograd_node.KEPT[activation_of(self.final_activation).saved]
         return (*(autograd_node.INTERNAL,) * (self.layers - 1), last)
 
     def forward(
@@ -79,20 +75,24 @@ class Formula:
             kept: as ``forward`` gives it after y.
             needs: which gradients are wanted.
         """
+        # create_graph wants differentiable gradients; batches of them are for PyTorch's own ops
+        if torch.is_grad_enabled() or calls.batched(dy):
+            return differentiable.gradients(self._by_ops, tensors, needs, dy)
         x, *rest = tensors
         assert x is not None
         weights = tuple(w for w in rest[: self.layers] if w is not None)
         given = len(rest) - self.layers
-        biases = tuple(rest[self.layers :]) if given == self.layers else (None,) * self.layers
         need_bs = needs[1 + self.layers :] if given == self.layers else (False,) * self.layers
         wanted = (needs[0], needs[1 : 1 + self.layers], need_bs)
         names = self.activation, self.final_activation
-        # create_graph wants differentiable gradients; batches of them are for PyTorch's own ops
-        if torch.is_grad_enabled() or calls.batched(dy):
-            found = differentiable_backward(dy, x, weights, biases, *names, wanted)
-        else:
-            found = run_backward(dy, x, weights, list(kept), *names, wanted, self.backward)
+        found = run_backward(dy, x, weights, list(kept), *names, wanted, self.backward)
         return (found[0], *found[1], *found[2][:given])
+
+    def _by_ops(self, x: Tensor, *parameters: Any) -> Tensor:
+        """y by PyTorch's own ops, of the tensors as ``gradients`` has them."""
+        weights, biases = parameters[: self.layers], parameters[self.layers :]
+        held = biases if len(biases) == self.layers else (None,) * self.layers
+        return reference.mlp(x, weights, held, self.activation, self.final_activation)
 
 
 class Mlp(torch.autograd.Function):
@@ -137,32 +137,3 @@ def run_backward(
     x2 = x.reshape(m, x.shape[-1])
     dx, dws, dbs = run(dy2, x2, weights, (*saved[:-1], last), activation, final_activation, needs)
     return (None if dx is None else dx.view(x.shape)), dws, dbs
-
-
-def differentiable_backward(
-    dy: Tensor,
-    x: Tensor,
-    weights: Weights,
-    biases: Biases,
-    activation: str,
-    final_activation: str,
-    needs: Needs,
-) -> Grads:
-    """The gradients by torch's own differentiable ops."""
-    # Views make each argument a node of its own: x may depend on a weight, or two weights be one
-    # tensor, and each gradient must stop at its argument.
-    with torch.enable_grad():
-        x = x.view_as(x)
-        weights = tuple(w.view_as(w) for w in weights)
-        biases = tuple(None if b is None else b.view_as(b) for b in biases)
-        flags = (needs[0], *needs[1], *needs[2])
-        inputs = (x, *weights, *biases)
-        wanted = [t for t, need in zip(inputs, flags, strict=True) if need and t is not None]
-        y = reference.mlp(x, weights, biases, activation, final_activation)
-        found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-    grads = [
-        next(found) if need and t is not None else None
-        for t, need in zip(inputs, flags, strict=True)
-    ]
-    layers = len(weights)
-    return grads[0], tuple(grads[1 : layers + 1]), tuple(grads[layers + 1 :])

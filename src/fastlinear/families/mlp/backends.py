@@ -19,7 +19,8 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.device import is_wide_amd
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend, Family, deferred, register_family
+from fastlinear.dispatch.backend import Backend, Family, always, deferred, register_family
+from fastlinear.dispatch.drawn import Draw
 from fastlinear.families.linear import backends as linear_act
 from fastlinear.families.linear.cpu import gemm, half
 from fastlinear.families.mlp import layerwise, reference
@@ -53,10 +54,6 @@ _TRITON_SOURCES = ("families/mlp/triton", *TRITON_SOURCES)
 _CUDA_SOURCES = ("families/mlp/cuda", *CUDA_SOURCES)
 _LAYER_SOURCES = (*linear_act.PIECES_SOURCES, "families/linear/selection.py")
 """What layerwise chooses from and runs."""
-
-
-def _always(_: Problem) -> str | None:
-    return None
 
 
 def _prefer(p: Problem) -> tuple[str, ...]:
@@ -113,11 +110,7 @@ def _has_bias(p: Problem, layer: int) -> bool:
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
     """Random inputs of a Problem's piece, scaled so that pre-activations are near unit size."""
     widths, m = widths_of(p), p.dim("M")
-    dtype = FLOAT_DTYPES[p.dtype]
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
+    draw = Draw(p, device, seed)
 
     weights = []
     for i, (k, n) in enumerate(pairwise(widths)):
@@ -220,7 +213,7 @@ def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
     }
 
 
-_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
+_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", always)
 _PIECES_SOURCES = (
     *("families/mlp/autograd.py", "families/mlp/layerwise.py"),
     *(*_CPP_SOURCES, *_TRITON_SOURCES, *_CUDA_SOURCES, *_LAYER_SOURCES),
@@ -234,7 +227,7 @@ FAMILY = register_family(
             Backend(
                 NAME, STEP, "pieces", f"{_HERE}.spec:pieces", _reason_not_pieces, _PIECES_SOURCES
             ),
-            *(_backend(p, "eager", "reference", _always) for p in PIECES),
+            *(_backend(p, "eager", "reference", always) for p in PIECES),
             *(
                 _backend(p, "layerwise", "layerwise", layerwise.reason_not, _LAYER_SOURCES)
                 for p in PIECES

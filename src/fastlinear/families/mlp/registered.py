@@ -6,7 +6,7 @@ The ops take the biases that there are, and a flag for each layer that says whet
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from fastlinear.activations.reference import activation as activation_of
 from fastlinear.families.mlp import reference
 from fastlinear.families.mlp.autograd import run_backward
 from fastlinear.families.mlp.spec import SPEC
-from fastlinear.op.registered import Chosen, Shape, Traced, register
+from fastlinear.op.registered import Chosen, Shape, Traced, chosen_or, register
 from fastlinear.op.spec import Arguments
 
 
@@ -28,9 +28,7 @@ def _arguments(given: Sequence[Any], backend: str | None) -> Arguments:
 
 def _forward(call: Arguments, chosen: Chosen, saves: bool) -> tuple[Tensor, Sequence[Tensor]]:
     x, weights, biases, *names, _ = call
-    run: Callable[..., Any] = reference.forward
-    if chosen is not None:
-        run = chosen[0].backend.load()
+    run = chosen_or(chosen, 0, reference.forward)
     dense = tuple(None if b is None else b.contiguous() for b in biases)
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     y, saved = run(rows, weights, dense, *names, saves)
@@ -41,9 +39,7 @@ def _backward(
     dy: Tensor, saved: list[Tensor], call: Arguments, chosen: Chosen, needs: tuple[bool, ...]
 ) -> Sequence[Tensor | None]:
     x, weights, biases, *names, _ = call
-    run: Callable[..., Any] = reference.backward
-    if chosen is not None:
-        run = chosen[1].backend.load()
+    run = chosen_or(chosen, 1, reference.backward)
     layers = len(weights)
     flags = iter(needs[1 + layers :])
     need_bs = tuple(b is not None and next(flags) for b in biases)

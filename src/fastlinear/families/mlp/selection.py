@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fastlinear.core.calls import is_captured
-from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
+from fastlinear.core.calls import facts_of
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.steps import choices_of, select_pieces
 from fastlinear.families.linear.problem import x_layout_of
@@ -41,14 +40,11 @@ def problem_of(
         "forward",
         m,
         (k, *(w.shape[0] for w in weights)),
-        dtype=DTYPE_NAMES[x.dtype],
-        device=x.device.type,
         activation=activation,
         final_activation=final_activation,
         bias="no" if given == 0 else "yes" if given == len(biases) else "some",
         needs_grad=needs_grad,
         x_layout=x_layout_of(rows),
         w_layout="nk" if all(w.is_contiguous() for w in weights) else "mixed",
-        precision=matmul_precision(x.dtype),
-        captured=is_captured(x),
+        **facts_of(x),
     )

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import InputError
-from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.core.tensor_kinds import conversion
+from fastlinear.op.checks import check_backend, check_dtype, check_like, check_tensor
 
+_NAME = "mlp"
 _LISTS = "Give a list of tensors (N, K), as nn.Linear holds them, and one of biases (N,) or None."
 
 
@@ -48,26 +47,16 @@ def validate(
     backend: str | None = None,
 ) -> None:
     """Raise InputError, naming the layer, unless the arguments fit each other."""
-    activation_of(activation, "mlp")
+    activation_of(activation, _NAME)
     activation_of(final_activation, "mlp (final_activation)")
-    if backend is not None and not isinstance(backend, str):
-        _fail(
-            "backend to be a name or None", repr(backend), "Leave it out to let fastlinear choose."
-        )
-    if not isinstance(x, Tensor):
-        _fail("x to be a tensor", type(x).__name__, "Convert it, for example by torch.as_tensor.")
-    if x.dtype not in DTYPE_NAMES:
-        _fail(
-            f"x of a dtype in {', '.join(DTYPE_NAMES.values())}",
-            str(x.dtype),
-            conversion("x", x, "Convert the input, for example x.float()."),
-        )
+    check_backend(_NAME, backend)
+    check_tensor(_NAME, "x", x)
+    check_dtype(_NAME, x)
     if x.dim() == 0:
         _fail("x of shape (..., n_0)", "a tensor without dimensions", "Give it one: x[None].")
     features, giver = x.shape[-1], f"x of shape {tuple(x.shape)}"
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        if not isinstance(weight, Tensor):
-            _fail(f"weights[{i}] to be a tensor", type(weight).__name__, _LISTS)
+        check_tensor(_NAME, f"weights[{i}]", weight, _LISTS)
         if weight.dim() != 2:
             _fail(f"weights[{i}] of shape (out, in)", f"shape {tuple(weight.shape)}", _LISTS)
         n, k = weight.shape
@@ -78,7 +67,7 @@ def validate(
                 f"shape {tuple(weight.shape)}",
                 f"Make its second dimension {features}.{transposed}",
             )
-        _same_kind(f"weights[{i}]", weight, x)
+        check_like(_NAME, f"weights[{i}]", weight, x)
         if bias is not None:
             if not isinstance(bias, Tensor):
                 _fail(f"biases[{i}] to be a tensor or None", type(bias).__name__, _LISTS)
@@ -88,24 +77,9 @@ def validate(
                     f"shape {tuple(bias.shape)}",
                     "Give one number per output feature, or None.",
                 )
-            _same_kind(f"biases[{i}]", bias, x)
+            check_like(_NAME, f"biases[{i}]", bias, x)
         features, giver = n, f"weights[{i}]"
 
 
-def _same_kind(name: str, value: Tensor, x: Tensor) -> None:
-    if value.dtype != x.dtype:
-        _fail(
-            f"{name} of x's dtype {x.dtype}",
-            str(value.dtype),
-            conversion(name, value, "Convert one of them, or use torch.autocast."),
-        )
-    if value.device != x.device:
-        _fail(
-            f"{name} on x's device {x.device}",
-            str(value.device),
-            f"Move it: {name}.to({str(torch.device(x.device))!r}).",
-        )
-
-
 def _fail(expected: str, received: str, remedy: str) -> NoReturn:
-    raise InputError("mlp", expected, received, remedy)
+    raise InputError(_NAME, expected, received, remedy)

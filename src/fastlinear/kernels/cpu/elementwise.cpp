@@ -86,12 +86,6 @@ void dact(const float* dy, const float* saved, float* dpre, double* partials, in
 
 }  // namespace
 
-// For a library loaded after the fork: the thread that the process began with.
-extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
-
-// count: how many threads torch would take in the thread that calls it.
-extern "C" void fastlinear_elementwise_threads(int (*count)()) { threads_of_torch = count; }
-
 extern "C" int fastlinear_act(int which, const float* x, float* y, int64_t n) {
   return !with(which, [&](auto a) { act<Pass<decltype(a)>>(x, y, n); });
 }

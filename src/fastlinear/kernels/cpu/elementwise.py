@@ -78,5 +78,4 @@ def _library() -> ctypes.CDLL:
     library.fastlinear_act.argtypes = [number, pointer, pointer, size]
     library.fastlinear_act_bias.argtypes = [number, *[pointer] * 4, size, size]
     library.fastlinear_dact.argtypes = [number, *[pointer] * 5, size, size, size]
-    cpp_build.ask_torch_for_threads(library.fastlinear_elementwise_threads)
     return library

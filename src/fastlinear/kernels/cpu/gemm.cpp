@@ -143,12 +143,6 @@ struct Panels {
 
 }  // namespace
 
-// For a library loaded after the fork: the thread that the process began with.
-extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
-
-// count: how many threads torch would take in the thread that calls it.
-extern "C" void fastlinear_gemm_threads(int (*count)()) { threads_of_torch = count; }
-
 // C (m, n; rows c_row apart) = A (m, k) B (k, n). Of each pair of strides one is 1; none of the sizes
 // is 0.
 extern "C" void fastlinear_gemm(const float* a, int64_t a_row, int64_t a_col, const float* b,

@@ -55,5 +55,4 @@ def _library() -> ctypes.CDLL:
     matrix: list[Any] = [pointer, size, size]
     library.fastlinear_gemm.argtypes = [*matrix, *matrix, pointer, *[size] * 4]
     library.fastlinear_gemm.restype = None
-    cpp_build.ask_torch_for_threads(library.fastlinear_gemm_threads)
     return library

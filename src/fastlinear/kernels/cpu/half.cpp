@@ -233,12 +233,6 @@ inline const Half* halves(const void* p) { return static_cast<const Half*>(p); }
 
 }  // namespace
 
-// For a library loaded after the fork: the thread that the process began with.
-extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
-
-// at::get_num_threads.
-extern "C" void fastlinear_half_threads(int (*ask)()) { threads_of_torch = ask; }
-
 // `half`: the numbers are bfloat16, else float16. bias and pre may be null; y and pre are
 // dense.
 extern "C" void fastlinear_half(int which, int half, const void* x, int64_t x_row, const void* w,

@@ -95,5 +95,4 @@ def _library() -> ctypes.CDLL:
     one.argtypes = [*head, pointer, size, *[pointer] * 3, *[size] * 3]
     two.argtypes = [*head, *[pointer] * 2, size, *[pointer] * 2, size, pointer, *[size] * 3]
     one.restype = two.restype = None
-    cpp_build.ask_torch_for_threads(library.fastlinear_half_threads)
     return library

@@ -70,3 +70,9 @@ void for_each(int64_t count, int threads, const Work& work) {
 }
 
 }  // namespace
+
+// For a library loaded after the fork: the thread that the process began with.
+extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
+
+// count: how many threads torch would take in the thread that calls it.
+extern "C" void fastlinear_threads(int (*count)()) { threads_of_torch = count; }

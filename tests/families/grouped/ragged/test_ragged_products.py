@@ -44,7 +44,7 @@ def test_all_gradients(backend: str, sizes: list[int], activation: str, bias: bo
         own = [None if t is None else t.detach().to(dtype).requires_grad_() for t in (x, w, b)]
         assert own[0] is not None
         assert own[1] is not None
-        z = products.composed(own[0], own[1], sizes, own[2], activation)
+        z = products.composed(*own, sizes, activation)
         leaves = [t for t in own if t is not None]
         return [z, *torch.autograd.grad(z, leaves, dy.to(dtype))]
 

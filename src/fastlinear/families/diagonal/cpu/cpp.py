@@ -144,11 +144,6 @@ def unit(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    library = cpp_build.load(SOURCE)
-    pointer = ctypes.c_void_p
-    library.fastlinear_diagonal_forward.argtypes = [pointer] * 6
-    library.fastlinear_diagonal_forward.restype = None
-    library.fastlinear_diagonal_backward.argtypes = [pointer] * 8
-    library.fastlinear_diagonal_backward.restype = None
-    cpp_build.ask_torch_for_threads(library.fastlinear_diagonal_threads)
-    return library
+    return cpp_build.load_calls(
+        SOURCE, fastlinear_diagonal_forward=6, fastlinear_diagonal_backward=8
+    )

@@ -363,12 +363,6 @@ void backward(const Call& c, const T* dy, const T* x, const T* w, const T* b, T*
 
 }  // namespace
 
-// For a library loaded after the fork: the thread that the process began with.
-extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
-
-// count: how many threads torch would take in the thread that calls it.
-extern "C" void fastlinear_diagonal_threads(int (*count)()) { threads_of_torch = count; }
-
 // b and r may be null.
 extern "C" void fastlinear_diagonal_forward(const int64_t* call, const void* x, const void* w,
                                             const void* b, const void* r, void* y) {

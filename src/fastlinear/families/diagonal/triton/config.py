@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import is_installed
+from fastlinear.dispatch.backend import why_no_gpu
 
 _VECTOR = 16  # numbers: rows that begin at such multiples are read 16 bytes at a time
 _MOST_WASTE = 1 / 16
@@ -186,12 +186,8 @@ def _rank(width: int, fold: int, block: int) -> tuple[float, int]:
 
 def reason_not(p: Problem) -> str | None:
     """Why the Triton kernels cannot serve a Problem, or None."""
-    if p.device != "cuda":
-        return "its kernels run on CUDA devices only"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    if not is_installed("triton"):
-        return "the package triton is not installed"
+    if (why := why_no_gpu(p, "triton")) is not None:
+        return why
     if p.dtype == "float64":
         return "no kernel for float64"
     if torch.cuda.get_device_capability() < (8, 0):

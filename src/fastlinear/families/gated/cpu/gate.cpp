@@ -145,12 +145,6 @@ int backward(int which, const T* dh, const T* gate, const T* up, T* dgate, T* du
 
 }  // namespace
 
-// For a library loaded after the fork: the thread that the process began with.
-extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
-
-// count: how many threads torch would take in the thread that calls it.
-extern "C" void fastlinear_gate_threads(int (*count)()) { threads_of_torch = count; }
-
 // `half`: the numbers are bfloat16, else float32. step: 1 or 2.
 extern "C" int fastlinear_gate_forward(int which, int half, const void* gate, const void* up,
                                        void* h, int64_t m, int64_t n, int64_t row, int64_t step) {

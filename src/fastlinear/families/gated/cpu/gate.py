@@ -103,5 +103,4 @@ def _library() -> ctypes.CDLL:
     flags = [number, number]
     library.fastlinear_gate_forward.argtypes = [*flags, *[pointer] * 3, *[size] * 4]
     library.fastlinear_gate_backward.argtypes = [*flags, *[pointer] * 8, *[size] * 5]
-    cpp_build.ask_torch_for_threads(library.fastlinear_gate_threads)
     return library

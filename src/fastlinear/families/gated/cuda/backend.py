@@ -21,6 +21,7 @@ from fastlinear.core.calls import is_captured
 from fastlinear.core.precision import matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
+from fastlinear.dispatch.backend import why_no_gpu
 from fastlinear.dispatch.select import select
 from fastlinear.families.gated import reference
 from fastlinear.families.gated.cuda.bias_sums import (
@@ -67,10 +68,8 @@ _MAX_SIZE = 1 << 30  # tile coordinates are 32-bit
 
 def reason_not(p: Problem) -> str | None:
     """Why this backend cannot serve a Problem, or None."""
-    if p.device != "cuda":
-        return "its kernels run on CUDA devices only"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
+    if (why := why_no_gpu(p)) is not None:
+        return why
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
         return f"needs compute capability 9.0 (Hopper), not {capability[0]}.{capability[1]}"

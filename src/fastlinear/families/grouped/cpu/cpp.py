@@ -8,6 +8,7 @@ read and written where they lie; bias and activation cost no pass of their own.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from fastlinear.activations.reference import CODES
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.device import cpu_flags
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import about_to_run
 from fastlinear.families.grouped import layout as layouts
 from fastlinear.families.grouped import reference
 from fastlinear.families.grouped.reference import Gradients, Needs
@@ -40,13 +42,26 @@ def reason_not(problem: Problem) -> str | None:
     """Why the C++ products cannot serve a Problem, or None. Compiles nothing."""
     if problem.device != "cpu":
         return "compiled for the CPU only"
+    return why_no_vectors() or why_no_products(problem, SOURCE)
+
+
+def why_no_products(
+    problem: Problem, source: Path, has_half: Callable[[], Any] | None = None
+) -> str | None:
+    """Why products of a C++ source cannot serve a Problem of the CPU, or None.
+
+    Args:
+        has_half: whether the library has products of bfloat16, asked of a call that runs.
+    """
     if problem.dtype not in ("float32", "bfloat16"):
         return f"float32 and bfloat16 only, not {problem.dtype}"
-    if not has_wide_vectors():
-        return NO_VECTORS
-    if problem.dtype == "bfloat16" and half_products() is None:
+    half = problem.dtype == "bfloat16"
+    if half and half_products() is None:
         return NO_HALF
-    return cpp_build.reason_not() or cpp_build.failed(SOURCE)
+    why = cpp_build.reason_not() or cpp_build.failed(source)
+    if why is None and half and has_half is not None and about_to_run.get() and not has_half():
+        return NO_HALF
+    return why
 
 
 def pays(problem: Problem) -> bool:
@@ -137,9 +152,10 @@ def serves(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or bool(_library().fastlinear_grouped_half())
 
 
-def has_wide_vectors() -> bool:
-    """Whether this processor has vectors of 256 bits or more, with fused multiplications."""
-    return "AVX2" in torch.backends.cpu.get_cpu_capability() or has_widest_vectors()
+def why_no_vectors() -> str | None:
+    """What a processor without vectors of 256 bits and fused multiplications lacks, or None."""
+    wide = "AVX2" in torch.backends.cpu.get_cpu_capability() or has_widest_vectors()
+    return None if wide else NO_VECTORS
 
 
 def has_widest_vectors() -> bool:
@@ -159,11 +175,4 @@ def half_products() -> str | None:
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    library = cpp_build.load(SOURCE)
-    pointer = ctypes.c_void_p
-    library.fastlinear_grouped_forward.argtypes = [pointer] * 6
-    library.fastlinear_grouped_forward.restype = None
-    library.fastlinear_grouped_backward.argtypes = [pointer] * 8
-    library.fastlinear_grouped_backward.restype = None
-    cpp_build.ask_torch_for_threads(library.fastlinear_grouped_threads)
-    return library
+    return cpp_build.load_calls(SOURCE, fastlinear_grouped_forward=6, fastlinear_grouped_backward=8)

@@ -167,12 +167,6 @@ void backward(const Call& c, const T* dy, const T* saved, const T* x, const T* w
 
 }  // namespace
 
-// For a library loaded after the fork: the thread that the process began with.
-extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
-
-// count: how many threads torch would take in the thread that calls it.
-extern "C" void fastlinear_grouped_threads(int (*count)()) { threads_of_torch = count; }
-
 // Whether bfloat16 is served.
 extern "C" int fastlinear_grouped_half() { return serves_half(); }
 

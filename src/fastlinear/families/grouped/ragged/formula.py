@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,9 @@ from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core import calls
 from fastlinear.core.errors import InputError
 from fastlinear.families.grouped.ragged import products
+from fastlinear.families.grouped.ragged.validation import counted
 from fastlinear.fastpath import autograd_node
+from fastlinear.op import differentiable
 
 More = tuple[Tensor, Tensor | None]
 """group_sizes and bias, as one argument: the compiled fast path hands on three."""
@@ -104,32 +107,14 @@ class Formula:
                 "Give tensors other data before the forward or behind the backward.",
             )
         wanted = needs[0], needs[1], needs[3]
-        # batched and dual gradients mean other numbers than those in their memory
-        watched = calls.transforms_active() or calls.forward_mode()
-        watched = watched or torch._C._functorch.is_legacy_batchedtensor(dy)
-        if torch.is_grad_enabled() or watched:
-            dx, dw, db = self._differentiable(dy, x, weight, sizes, bias, wanted)
+        if torch.is_grad_enabled() or calls.beyond_memory(dy):
+            read = counted(sizes, x.shape[0])
+            run = partial(products.composed, sizes=read, activation=self.activation)
+            dx, dw, db = differentiable.gradients(run, (x, weight, bias), wanted, dy)
         else:
             rest = (sizes, self.activation, wanted)
             dx, dw, db = self.functions()[1](dy, kept[0] if kept else None, x, weight, *rest)
         return dx, dw, None, db
-
-    def _differentiable(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        sizes: Tensor,
-        bias: Tensor | None,
-        needs: Needs,
-    ) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():
-            own: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias)]
-            y = products.by_ops(own[0], own[1], sizes, own[2], self.activation)
-            inputs = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
-            found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
-        pairs = zip(own, needs, strict=True)
-        return tuple(next(found) if need and t is not None else None for t, need in pairs)
 
     def functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The backend's ``forward`` and ``backward``."""

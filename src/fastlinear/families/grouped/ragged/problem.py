@@ -5,14 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastlinear.activations.reference import NAMES as ACTIVATIONS
-from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
+from fastlinear.core.calls import facts_of
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.space import Space
-from fastlinear.families.grouped.problem import SPACE as GROUPS
+from fastlinear.families.grouped.problem import SIZES, STEP, bits
 
 NAME = "ragged_linear"
-STEP = "step"
-_MOST = (1 << 31) - 1
 
 
 def problem(
@@ -47,7 +45,7 @@ def problem(
 
 SPACE = Space(
     problem,
-    sizes=[size[:4] for size in GROUPS.sizes],
+    sizes=SIZES,
     options={"activation": ACTIVATIONS, "bias": (True, False)},
     times=3,
 )
@@ -59,20 +57,15 @@ def problem_of(
     bias: Tensor | None,
     activation: str,
     needs_grad: bool,
-    captured: bool = False,
 ) -> Problem:
     """The Problem that decides about a call whose arguments are valid."""
-    far = max(*x.shape, *x.stride(), *weight.shape, *weight.stride()) > _MOST
     groups, n, k = weight.shape
     return problem(
         STEP if needs_grad else "forward",
         *(x.shape[0], groups, k, n),
-        dtype=DTYPE_NAMES[x.dtype],
-        device=x.device.type,
         activation=activation,
         bias=bias is not None,
         needs_grad=needs_grad,
-        strides="64" if far else "32",
-        precision=matmul_precision(x.dtype),
-        captured=captured,
+        strides=bits(max(*x.shape, *x.stride(), *weight.shape, *weight.stride())),
+        **facts_of(x),
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core import calls
-from fastlinear.core.compare import clear_of_kinks as cleared
 from fastlinear.families.grouped.ragged.validation import counted
+from fastlinear.op import differentiable
 
 
 def loop(
@@ -24,20 +25,13 @@ def loop(
     """
     sizes = counted(group_sizes, x.shape[0])
     given = [t for t in (x, weight, bias) if t is not None]
-    watched = calls.transforms_active() or calls.forward_mode() or calls.recorded()
+    watched = calls.transforms_active() or calls.watched()
     if watched or torch.compiler.is_compiling() or any(type(t) not in calls.PLAIN for t in given):
-        return composed(x, weight, sizes, bias, activation)
+        return composed(x, weight, bias, sizes, activation)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         y: Tensor = Products.apply(x, weight, bias, sizes, activation)
         return y
     return forward(x, weight, sizes, bias, activation, False)[0]
-
-
-def by_ops(
-    x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None, activation: str
-) -> Tensor:
-    """The same by PyTorch's differentiable ops alone."""
-    return composed(x, weight, counted(group_sizes, x.shape[0]), bias, activation)
 
 
 def forward(
@@ -157,20 +151,14 @@ class Products(torch.autograd.Function):
         sizes, activation = ctx.call
         needs = ctx.needs_input_grad[:3]
         # batched and dual gradients have no rules for products into given memory
-        watched = calls.transforms_active() or calls.forward_mode()
-        watched = watched or torch._C._functorch.is_legacy_batchedtensor(dy)
-        if not torch.is_grad_enabled() and not watched:
+        if not torch.is_grad_enabled() and not calls.beyond_memory(dy):
             return (*gradients(dy, saved, x, weight, sizes, activation, needs), None, None)
-        with torch.enable_grad():
-            own: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias)]
-            y = composed(own[0], own[1], sizes, own[2], activation)
-            inputs = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
-            found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
-        return (*(next(found) if need else None for need in needs), None, None)
+        run = partial(composed, sizes=sizes, activation=activation)
+        return (*differentiable.gradients(run, (x, weight, bias), needs, dy), None, None)
 
 
 def composed(
-    x: Tensor, weight: Tensor, sizes: Sequence[int], bias: Tensor | None, activation: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], activation: str
 ) -> Tensor:
     """The same by PyTorch's differentiable ops alone."""
     value = activation_of(activation).value
@@ -187,27 +175,3 @@ def composed(
         return y
     # no row has a group: still a function of all, whose gradients are zeros
     return y + 0 * (x[:0].sum() + weight[:, :0].sum() + (0 if bias is None else bias[:, :0].sum()))
-
-
-def clear_of_kinks(
-    x: Tensor,
-    weight: Tensor,
-    group_sizes: Tensor,
-    bias: Tensor | None,
-    redraw: Callable[[int], Tensor],
-) -> Tensor:
-    """x (T, K) whose pre-activations stay away from 0, where rounding would choose the gradient.
-
-    Args:
-        redraw: m → m new rows (m, K) in x's dtype.
-    """
-    parts, begin = [], 0
-    for g, size in enumerate(group_sizes.tolist()):
-
-        def pre_activations(rows: Tensor, g: int = g) -> tuple[Tensor]:
-            b = None if bias is None else bias[g].to(rows.dtype)
-            return (torch.nn.functional.linear(rows, weight[g].to(rows.dtype), b),)
-
-        parts.append(cleared(x[begin : begin + size], pre_activations, redraw)[0])
-        begin += size
-    return torch.cat([*parts, x[begin:]])

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fastlinear.core import calls
 from fastlinear.core.problem import Problem
 from fastlinear.core.wrappers import without_values
 from fastlinear.dispatch.select import Choice
@@ -34,12 +33,12 @@ def _reference(x: Tensor, weight: Tensor, more: More, activation: str, _: Any = 
 
 def _problem(arguments: Arguments, grad: bool) -> Problem:
     x, weight, (_, bias), activation, _ = arguments
-    return problem_of(x, weight, bias, activation, grad, calls.is_captured(x))
+    return problem_of(x, weight, bias, activation, grad)
 
 
 def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
     x, weight, _, activation, backend = arguments
-    own, empty = partial(_own, activation), not x.numel() * weight.numel()
+    own, empty = partial(_reference, activation=activation), not x.numel() * weight.numel()
     if x.device.type not in ("cpu", "cuda") or (empty and backend is None):
         return Resolved(own, by_torch=True)
     chosen = choices(SPEC, arguments, grad)  # one that cannot serve is refused of empty tensors too
@@ -54,16 +53,13 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     formula = Formula(arguments[3], chosen[0].backend.name)
-
-    def plan(x: Tensor, weight: Tensor, more: More) -> Tensor:
-        y: Tensor = Ragged.apply(x, weight, *more, formula)
-        return y
-
+    plan = partial(_applied, formula)
     return Resolved(plan, plan, partial(recorded.node, formula))
 
 
-def _own(activation: str, x: Tensor, weight: Tensor, more: More) -> Tensor:
-    return _reference(x, weight, more, activation)
+def _applied(formula: Formula, x: Tensor, weight: Tensor, more: More) -> Tensor:
+    y: Tensor = Ragged.apply(x, weight, *more, formula)
+    return y
 
 
 def _public(arguments: Arguments) -> Called:
@@ -91,18 +87,13 @@ timed = Timed(FRONT, lambda inputs, backend: (*inputs[:4], backend), whole=True)
 
 
 def _by(backend: str, x: Tensor, weight: Tensor, more: More, activation: str) -> Tensor:
-    if backend == "eager":
-        return _own(activation, x, weight, more)
     formula = Formula(activation, backend)
-    if not needs_grad((x, weight, more)):
-        return formula.inference(x, weight, more)
-    y: Tensor = Ragged.apply(x, weight, *more, formula)
-    return y
+    if needs_grad((x, weight, more)):
+        return _applied(formula, x, weight, more)
+    return formula.inference(x, weight, more)
 
 
-eager_forward, triton_forward, cpp_forward = (
-    partial(_by, name) for name in ("eager", "triton", "cpp")
-)
+eager_forward, triton_forward, cpp_forward = _reference, partial(_by, "triton"), partial(_by, "cpp")
 eager_step, triton_step, cpp_step = (
     partial(trained, by) for by in (eager_forward, triton_forward, cpp_forward)
 )

@@ -9,8 +9,16 @@ from torch import Tensor
 
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import InputError
-from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.core.tensor_kinds import REMEDY, conversion, unlike_strided
+from fastlinear.families.grouped.ragged.problem import NAME
+from fastlinear.families.grouped.validation import check_bias, check_weight
+from fastlinear.op.checks import (
+    check_backend,
+    check_dense,
+    check_device,
+    check_dtype,
+    check_like,
+    check_tensor,
+)
 
 BACKENDS = ("cpp", "eager", "triton")
 _INTEGERS = (torch.int32, torch.int64)
@@ -25,25 +33,15 @@ def validate(
         InputError: where they do not.
     """
     group_sizes, bias = rest
-    activation_of(activation, "ragged_linear")
-    if backend is not None and backend not in BACKENDS:
-        fail(f"backend in {', '.join(BACKENDS)} or None", repr(backend), "Leave it out.")
+    activation_of(activation, NAME)
+    check_backend(NAME, backend, BACKENDS)
     named = {"x": x, "weight": weight, "group_sizes": group_sizes, "bias": bias}
     for name, t in named.items():
-        if t is None and name == "bias":
-            continue
-        if not isinstance(t, Tensor):
-            fail(f"{name} to be a tensor", type(t).__name__, "Convert it with torch.as_tensor.")
-        unlike = unlike_strided(t)
-        if unlike is not None:
-            fail(f"{name} to be a dense tensor", unlike, REMEDY)
-    if weight.dim() != 3 or weight.shape[0] == 0:
-        fail(
-            "weight of shape (G, N, K) with at least one group",
-            f"shape {tuple(weight.shape)}",
-            "Stack the groups' weights (N, K): torch.stack(weights).",
-        )
-    groups, n, k = weight.shape
+        if name != "bias" or t is not None:
+            check_tensor(NAME, name, t)
+            check_dense(NAME, name, t)
+    check_weight(NAME, weight)
+    groups, _, k = weight.shape
     if x.dim() != 2 or x.shape[1] != k:
         fail(
             f"x of shape (T, {k}) for weight of shape {tuple(weight.shape)}",
@@ -56,25 +54,12 @@ def validate(
             f"shape {tuple(group_sizes.shape)}, {group_sizes.dtype}",
             "Give the number of rows of each group.",
         )
-    if bias is not None and bias.shape != (groups, n):
-        fail(
-            f"bias of shape ({groups}, {n})",
-            f"shape {tuple(bias.shape)}",
-            "Give one number per group and output feature, or None.",
-        )
-    if x.dtype not in DTYPE_NAMES:
-        fail(f"a dtype in {', '.join(DTYPE_NAMES.values())}", str(x.dtype), "Convert the input.")
-    for name, t in (("weight", weight), ("bias", bias), ("group_sizes", group_sizes)):
-        if t is None:
-            continue
-        if t.device != x.device:
-            fail(f"{name} on {x.device}", str(t.device), f"Move it: {name}.to(x.device).")
-        if t is not group_sizes and t.dtype is not x.dtype:
-            fail(
-                f"{name} of x's dtype {x.dtype}",
-                str(t.dtype),
-                conversion(name, t, "Convert one of them, or use torch.autocast."),
-            )
+    check_bias(NAME, weight, bias)
+    check_dtype(NAME, x)
+    check_like(NAME, "weight", weight, x)
+    check_device(NAME, "group_sizes", group_sizes, x)
+    if bias is not None:
+        check_like(NAME, "bias", bias, x)
 
 
 def counted(group_sizes: Tensor, rows: int) -> list[int]:
@@ -97,4 +82,4 @@ def counted(group_sizes: Tensor, rows: int) -> list[int]:
 
 def fail(expected: str, received: str, remedy: str) -> NoReturn:
     """Raise what a call that does not fit gets."""
-    raise InputError("ragged_linear", expected, received, remedy)
+    raise InputError(NAME, expected, received, remedy)

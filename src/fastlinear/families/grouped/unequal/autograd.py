@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core import calls
 from fastlinear.core.errors import InputError
 from fastlinear.families.grouped.unequal import layout
+from fastlinear.op import differentiable
 
 Maybe = Sequence[Tensor | None]
 
@@ -208,34 +209,25 @@ def _check(dys: Maybe, xs: Maybe, weights: Maybe, sizes: layout.Sizes) -> None:
 
 
 def _watched(dys: Maybe) -> bool:
-    """Whether gradients are batched or dual: kernels have no rules for those."""
-    if calls.transforms_active() or calls.forward_mode():
-        return True
-    batched = torch._C._functorch.is_legacy_batchedtensor
-    return any(dy is not None and (type(dy) not in calls.PLAIN or batched(dy)) for dy in dys)
+    """Whether kernels have no rules for the gradients."""
+    given = [dy for dy in dys if dy is not None]
+    return calls.beyond_memory(*given) or any(type(dy) not in calls.PLAIN for dy in given)
 
 
 def _differentiable(
     dys: Maybe, tensors: Maybe, needs: Sequence[bool], activation: str
 ) -> tuple[Tensor | None, ...]:
     groups = len(dys)
-    # views make each argument a node of its own: gradients must stop at the arguments
-    with torch.enable_grad():
-        own: Any = [None if t is None else t.view_as(t) for t in tensors]
-        biases = own[2 * groups :] if len(own) == 3 * groups else [None] * groups
-        there = [g for g, dy in enumerate(dys) if dy is not None]
-        xs, weights, given = (
-            [cast(Any, ts[g]) for g in there]
-            for ts in (own[:groups], own[groups : 2 * groups], biases)
+    graded = [
+        any(t is not None and t.requires_grad for t in tensors[g::groups]) for g in range(groups)
+    ]
+    there = [g for g, dy in enumerate(dys) if dy is not None and graded[g]]
+
+    def run(*own: Any) -> list[Tensor]:
+        lists = (own[i * groups : (i + 1) * groups] for i in range(3))
+        xs, weights, biases = (
+            [ts[g] for g in there] if len(ts) == groups else None for ts in lists
         )
-        results = loop(xs, weights, given, activation)
-        pairs = zip(results, (dys[g] for g in there), strict=True)
-        ys, grads = zip(*((y, dy) for y, dy in pairs if y.requires_grad), strict=True)
-        wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
-        found = iter(torch.autograd.grad(ys, wanted, grads, create_graph=True))
-    return tuple(
-        [
-            next(found) if need and t is not None else None
-            for t, need in zip(own, needs, strict=True)
-        ]
-    )
+        return loop(xs, weights, biases, activation)  # type: ignore[arg-type]
+
+    return differentiable.gradients(run, tensors, needs, [dys[g] for g in there])

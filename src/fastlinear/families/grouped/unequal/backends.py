@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fastlinear.core.compare import KINKED, clear_of_kinks
-from fastlinear.core.cost import Cost
-from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.core.compare import KINKED
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend, Family, deferred, register_family
+from fastlinear.dispatch.backend import always, register_family
+from fastlinear.dispatch.drawn import Draw, linear_clear_of_kinks
+from fastlinear.families.grouped import one_step
 from fastlinear.families.grouped.unequal.cpu import cpp
-from fastlinear.families.grouped.unequal.problem import NAME, SPACE, STEP, problem
+from fastlinear.families.grouped.unequal.problem import NAME, SPACE, problem
 from fastlinear.kernels import CPP_SOURCES, CUDA_SOURCES
 
-__all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
+__all__ = ["FAMILY", "NAME", "problem"]
 
-PIECES = ("forward", STEP)
-_HERE = "fastlinear.families.grouped.unequal.spec"
 # Most operations of a group, on average. Measured with gradients, 26 groups: of 2.7 billion each
 # 1845 µs on an H100 where a loop takes 2132 on an H200, and of 330 million whose rows begin
 # anywhere 691 where it takes 1348.
@@ -33,10 +29,6 @@ _SOURCES = (
     *("families/grouped/unequal/cuda", "families/grouped/unequal/cpu", "families/grouped/cpu"),
     *(*CUDA_SOURCES, *CPP_SOURCES),
 )
-
-
-def _always(_: Problem) -> str | None:
-    return None
 
 
 def _reason_not_together(p: Problem) -> str | None:
@@ -65,12 +57,9 @@ def _pays(p: Problem) -> bool:
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
     """Random inputs of a Problem's piece, groups of half to one and a half the mean sizes."""
-    groups, dtype, act = p.dim("G"), FLOAT_DTYPES[p.dtype], p.option("activation")
-    generator = torch.Generator(device=device).manual_seed(seed)
+    groups, act = p.dim("G"), p.option("activation")
+    draw = Draw(p, device, seed)
     unit = 8 if p.option("rows") == "aligned" else 1
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
 
     def sizes(mean: int, unit: int, turn: int) -> list[int]:
         half = mean // 2 if groups > 1 else 0
@@ -89,59 +78,18 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
         return xs, weights, biases, act
     if act in KINKED:
         held = biases or (None,) * groups
-        xs = tuple(_clear(*group, draw) for group in zip(xs, weights, held, strict=True))
+        each = zip(xs, weights, held, strict=True)
+        xs = tuple(linear_clear_of_kinks(*group, draw) for group in each)
     return xs, weights, biases, act, tuple(draw(m, n) for m, n in zip(ms, ns, strict=True))
 
 
-def _clear(x: Tensor, weight: Tensor, bias: Tensor | None, draw: Any) -> Tensor:
-    """x whose pre-activations stay away from 0, where rounding would choose the gradient."""
-
-    def pre_activations(rows: Tensor) -> tuple[Tensor]:
-        b = None if bias is None else bias.to(rows.dtype)
-        return (torch.nn.functional.linear(rows, weight.to(rows.dtype), b),)
-
-    return clear_of_kinks(x, pre_activations, lambda rows: draw(rows, x.shape[1]))[0]
-
-
-def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
-    return next(b for b in FAMILY.candidates(p.piece) if b.name == "eager").load()(*inputs)
-
-
-def cost(p: Problem) -> Cost:
-    """Least flops and bytes of groups of the mean size: every tensor once."""
-    m, groups, k, n = (p.dim(name) for name in ("M", "G", "K", "N"))
-    size = FLOAT_DTYPES[p.dtype].itemsize
-    parameters = groups * (p.dim("KN") + n * (p.option("bias") != "no"))
-    flops = 2.0 * m * p.dim("KN")
-    if p.piece == "forward":
-        return Cost(flops, size * (m * (k + n) + parameters))
-    return Cost(3 * flops, size * (m * (3 * k + 2 * n) + 3 * parameters))
-
-
-def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
-    return {"": problem("forward", 512, 8, 256, 256, **facts)}
-
-
 FAMILY = register_family(
-    Family(
-        name=NAME,
-        pieces=PIECES,
-        backends=tuple(
-            Backend(NAME, piece, name, f"{_HERE}:{name}_{piece}", reason_not, sources)
-            for piece in PIECES
-            for name, reason_not, sources in (
-                ("eager", _always, ()),
-                ("together", _reason_not_together, _SOURCES),
-            )
-        ),
+    one_step.family(
+        NAME,
+        "fastlinear.families.grouped.unequal",
+        backends=(("eager", always, ()), ("together", _reason_not_together, _SOURCES)),
+        space=SPACE,
         prefer=_prefer,
         make_inputs=_make_inputs,
-        reference=_reference,
-        cost=cost,
-        examples=_examples,
-        space=SPACE,
-        command="fastlinear.families.grouped.unequal.command:COMMAND",
-        cold=True,
-        timed=deferred("fastlinear.families.grouped.unequal.spec:timed"),
     )
 )

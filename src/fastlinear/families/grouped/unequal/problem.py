@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fastlinear.activations.reference import NAMES as ACTIVATIONS
-from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
+from fastlinear.core.calls import facts_of
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.space import Space
-from fastlinear.families.grouped.problem import SPACE as GROUPS
+from fastlinear.families.grouped.problem import SIZES, STEP, bits
 
 NAME = "unequal_linear"
-STEP = "step"
-_MOST = (1 << 31) - 1
 
 
 def problem(
@@ -50,7 +48,7 @@ def problem(
 
 SPACE = Space(
     problem,
-    sizes=[size[:4] for size in GROUPS.sizes],
+    sizes=SIZES,
     options={
         "activation": ACTIVATIONS,
         "bias": ("yes", "no", "some"),
@@ -66,28 +64,22 @@ def problem_of(
     biases: Sequence[Tensor | None] | None,
     activation: str,
     needs_grad: bool,
-    captured: bool = False,
 ) -> Problem:
     """The Problem that decides about a call whose arguments are valid."""
-    first, groups = xs[0], len(xs)
     given = {b is not None for b in biases or (None,)}
-    most = max(max(x.numel(), w.numel()) for x, w in zip(xs, weights, strict=True))
     return problem(
         STEP if needs_grad else "forward",
         sum(x.shape[:-1].numel() for x in xs),
-        groups,
+        len(xs),
         _mean([w.shape[1] for w in weights]),
         _mean([w.shape[0] for w in weights]),
         _mean([w.numel() for w in weights]),
-        dtype=DTYPE_NAMES[first.dtype],
-        device=first.device.type,
         activation=activation,
         bias="some" if len(given) == 2 else "yes" if given == {True} else "no",
         needs_grad=needs_grad,
         rows="aligned" if all(n % 8 == 0 for w in weights for n in w.shape) else "unaligned",
-        numbers="64" if most > _MOST else "32",
-        precision=matmul_precision(first.dtype),
-        captured=captured,
+        numbers=bits(max(t.numel() for t in (*xs, *weights))),
+        **facts_of(xs[0]),
     )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fastlinear.core import calls
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.problem import Problem
 from fastlinear.core.tensor_kinds import unlike_strided
@@ -25,11 +24,6 @@ from fastlinear.op.timing import Timed
 
 _Tensors = Sequence[Tensor]
 _LISTS = "Give them in the order of the groups: [first, second, ...]."
-_KEEPS = {
-    "none": autograd_node.NOTHING,
-    "output": autograd_node.OUTPUT,
-    "pre": autograd_node.INTERNAL,
-}
 _MOST_PLANS = 256  # each holds what a launch needs besides addresses
 
 
@@ -64,7 +58,7 @@ def _reference(
 
 def _problem(arguments: Arguments, grad: bool) -> Problem:
     xs, weights, biases, activation, _ = arguments
-    return problem_of(xs, weights, biases, activation, grad, calls.is_captured(xs[0]))
+    return problem_of(xs, weights, biases, activation, grad)
 
 
 def _redirect(arguments: Arguments) -> list[Tensor] | None:
@@ -77,7 +71,7 @@ def _redirect(arguments: Arguments) -> list[Tensor] | None:
 
 def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
     xs, activation = arguments[0], arguments[3]
-    own = partial(_own, activation)
+    own = partial(loop, activation=activation)
     if xs[0].device.type not in ("cpu", "cuda"):
         return Resolved(own, by_torch=True)
     chosen = choices(SPEC, arguments, grad)
@@ -110,13 +104,8 @@ def _record(
         (xs, weights, biases),
         formula.forward if grad else formula.inference,
         partial(formula.gradients, sizes=sizes_of(xs, weights)) if grad else None,
-        _KEEPS[formula.keeps] if grad else autograd_node.NOTHING,
+        autograd_node.KEPT[formula.keeps] if grad else autograd_node.NOTHING,
     )
-
-
-def _own(activation: str, xs: _Tensors, weights: _Tensors, biases: Maybe | None) -> list[Tensor]:
-    """PyTorch's own ops."""
-    return loop(xs, weights, biases, activation)
 
 
 def _compiled(arguments: Arguments, _: bool) -> list[Tensor]:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import InputError
-from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.core.tensor_kinds import REMEDY, unlike_strided
 from fastlinear.families.grouped.unequal.problem import NAME
+from fastlinear.op.checks import check_backend, check_dense, check_dtype, check_tensor
 
 BACKENDS = ("eager", "together")
 Maybe = Sequence[Tensor | None]
@@ -31,8 +30,7 @@ def validate(
         InputError: where they do not.
     """
     activation_of(activation, NAME)
-    if backend is not None and backend not in BACKENDS:
-        fail(f"backend in {', '.join(BACKENDS)} or None", repr(backend), "Leave it out.")
+    check_backend(NAME, backend, BACKENDS)
     held: Sequence[Any] = (None,) * len(xs) if biases is None else biases
     if not len(xs) == len(weights) == len(held):
         received = f"{len(xs)} inputs, {len(weights)} weights, {len(held)} biases"
@@ -47,12 +45,7 @@ def validate(
 
 def _check_groups(xs: Sequence[Tensor], weights: Sequence[Tensor], biases: Maybe) -> None:
     first = xs[0]
-    if first.dtype not in DTYPE_NAMES:
-        fail(
-            f"a dtype in {', '.join(DTYPE_NAMES.values())}",
-            str(first.dtype),
-            "Convert the inputs, for example x.float().",
-        )
+    check_dtype(NAME, first, "input 0")
     dtype, device = first.dtype, first.device
     for g, (x, w, b) in enumerate(zip(xs, weights, biases, strict=True)):
         fits = w.dim() == 2 and x.shape[-1:] == w.shape[1:]
@@ -64,12 +57,10 @@ def _check_groups(xs: Sequence[Tensor], weights: Sequence[Tensor], biases: Maybe
 
 
 def _check_tensor(name: str, t: Any) -> None:
-    if not isinstance(t, Tensor):
-        fail(f"{name} to be a tensor", type(t).__name__, "Convert it with torch.as_tensor.")
+    check_tensor(NAME, name, t)
     # a loop of PyTorch's own linears takes sparse weights and jagged inputs
-    bias = name.startswith("bias") and unlike_strided(t) is not None
-    if bias or (t.is_nested and t.layout is torch.strided):
-        fail(f"{name} to be a dense tensor", str(unlike_strided(t)), REMEDY)
+    if name.startswith("bias") or (t.is_nested and t.layout is torch.strided):
+        check_dense(NAME, name, t)
 
 
 def _refuse(g: int, x: Tensor, w: Tensor, b: Tensor | None, first: Tensor) -> NoReturn:

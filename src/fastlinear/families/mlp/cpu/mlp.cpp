@@ -13,12 +13,6 @@
 #include "mlp_backward.h"
 #include "mlp_forward.h"
 
-// For a library loaded after the fork: the thread that the process began with.
-extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
-
-// count: how many threads torch would take in the thread that calls it.
-extern "C" void fastlinear_mlp_threads(int (*count)()) { threads_of_torch = count; }
-
 // x (m, n_0) and y (m, n_L), both contiguous. saved: null, or one (m, n_{i+1}) buffer a layer; the
 // last may be y itself where its activation keeps the output.
 extern "C" void fastlinear_mlp_forward(int64_t layers, const int64_t* widths, const int32_t* acts,

@@ -157,5 +157,4 @@ def _library() -> ctypes.CDLL:
     library.fastlinear_mlp_forward.restype = None
     library.fastlinear_mlp_backward.argtypes = [size, *[pointer] * 9, size, size]
     library.fastlinear_mlp_backward.restype = None
-    cpp_build.ask_torch_for_threads(library.fastlinear_mlp_threads)
     return library

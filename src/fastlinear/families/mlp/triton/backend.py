@@ -9,14 +9,13 @@ Triton is imported on first use, so this file may be imported for ``reason_not``
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
 from typing import Any
 
 import torch
 
 from fastlinear.core.precision import matmul_precision
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import why_no_gpu
 from fastlinear.families.mlp.problem import widths_of
 from fastlinear.families.mlp.reference import Biases, Needs, Weights
 from fastlinear.families.mlp.triton.config import WholeConfig
@@ -33,19 +32,10 @@ _MAX_WIDE_FLOAT32_ROWS = 4096  # measured on an H200: ahead at 64 rows, behind a
 _plans: dict[Any, Any] = {}
 
 
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def reason_not(p: Problem) -> str | None:
     """Why this backend cannot serve the Problem, or None."""
-    if p.device != "cuda":
-        return "its kernels run on CUDA devices only"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    if not _has_triton():
-        return "the package triton is not installed"
+    if (why := why_no_gpu(p, "triton")) is not None:
+        return why
     if p.dtype == "float64":
         return "no kernel for float64"
     if torch.cuda.get_device_capability() < (8, 0):

@@ -18,8 +18,7 @@ from torch import Tensor
 from fastlinear.activations.reference import CODES
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import about_to_run
-from fastlinear.families.grouped.cpu.cpp import NO_HALF, half_products
+from fastlinear.families.grouped.cpu.cpp import why_no_products
 from fastlinear.families.grouped.ragged.layout import has_rows, with_rows
 from fastlinear.families.grouped.ragged.validation import counted
 from fastlinear.fastpath import recorder
@@ -35,20 +34,13 @@ def reason_not(problem: Problem) -> str | None:
     """Why it cannot serve a Problem, or None. Compiles nothing."""
     if problem.device != "cpu":
         return "compiled for the CPU only"
-    if problem.dtype not in ("float32", "bfloat16"):
-        return f"float32 and bfloat16 only, not {problem.dtype}"
     if problem.precision not in ("highest", "n/a"):
         return "its float32 products know no lower precision"
     if problem.option("strides") != "32":
         return "the BLAS counts in 32 bits"
-    if problem.dtype == "bfloat16" and half_products() is None:
-        return NO_HALF
     if _gemm() is None:
         return "PyTorch exports no BLAS"
-    why = cpp_build.reason_not() or cpp_build.failed(SOURCE)
-    if why is None and problem.dtype == "bfloat16" and about_to_run.get():
-        return None if _library().fastlinear_ragged_half() else NO_HALF
-    return why
+    return why_no_products(problem, SOURCE, lambda: _library().fastlinear_ragged_half())
 
 
 def forward(
@@ -130,16 +122,11 @@ def _gemm() -> Any:
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    library = cpp_build.load(SOURCE)
+    library = cpp_build.load_calls(
+        SOURCE, ctypes.c_int64, fastlinear_ragged_forward=8, fastlinear_ragged_backward=10
+    )
     pointer = ctypes.c_void_p
-    for function, count in (
-        (library.fastlinear_ragged_forward, 8),
-        (library.fastlinear_ragged_backward, 10),
-    ):
-        function.argtypes = [pointer] * count
-        function.restype = ctypes.c_int64
     library.fastlinear_ragged_blas.argtypes = [pointer]
     library.fastlinear_ragged_blas.restype = None
     library.fastlinear_ragged_blas(ctypes.cast(_gemm(), pointer))
-    cpp_build.ask_torch_for_threads(library.fastlinear_ragged_threads)
     return library

@@ -106,12 +106,6 @@ void backward(const Ragged& c, const Bounds& bounds, const T* dy, const T* saved
 
 }  // namespace
 
-// For a library loaded after the fork: the thread that the process began with.
-extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
-
-// count: how many threads torch would take in the thread that calls it.
-extern "C" void fastlinear_ragged_threads(int (*count)()) { threads_of_torch = count; }
-
 extern "C" void fastlinear_ragged_blas(Sgemm given) { sgemm = given; }
 
 // Whether bfloat16 is served.

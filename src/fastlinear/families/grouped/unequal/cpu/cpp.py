@@ -16,13 +16,7 @@ import torch
 
 from fastlinear.activations.reference import CODES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import about_to_run
-from fastlinear.families.grouped.cpu.cpp import (
-    NO_HALF,
-    NO_VECTORS,
-    half_products,
-    has_wide_vectors,
-)
+from fastlinear.families.grouped.cpu.cpp import why_no_products, why_no_vectors
 from fastlinear.families.grouped.unequal.layout import Backward, Forward, Sizes
 from fastlinear.fastpath import recorder
 from fastlinear.native import cpp_build
@@ -37,16 +31,9 @@ def reason_not(problem: Problem) -> str | None:
     """Why the C++ products cannot serve a Problem, or None. Compiles nothing."""
     if problem.device != "cpu":
         return "its kernels run on CUDA devices and CPUs only"
-    if problem.dtype not in ("float32", "bfloat16"):
-        return f"serves float32 and bfloat16 on CPUs, not {problem.dtype}"
-    if not has_wide_vectors():
-        return f"its C++ is {NO_VECTORS}"
-    if problem.dtype == "bfloat16" and half_products() is None:
-        return NO_HALF
-    why = cpp_build.reason_not() or cpp_build.failed(SOURCE)
-    if why is None and problem.dtype == "bfloat16" and about_to_run.get():
-        return None if _library().fastlinear_unequal_half() else NO_HALF
-    return why
+    if (why := why_no_vectors()) is not None:
+        return why
+    return why_no_products(problem, SOURCE, lambda: _library().fastlinear_unequal_half())
 
 
 def forward(call: Forward, device: torch.device) -> None:
@@ -96,11 +83,4 @@ def _table(
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    library = cpp_build.load(SOURCE)
-    pointer = ctypes.c_void_p
-    library.fastlinear_unequal_forward.argtypes = [pointer] * 6
-    library.fastlinear_unequal_forward.restype = None
-    library.fastlinear_unequal_backward.argtypes = [pointer] * 9
-    library.fastlinear_unequal_backward.restype = None
-    cpp_build.ask_torch_for_threads(library.fastlinear_unequal_threads)
-    return library
+    return cpp_build.load_calls(SOURCE, fastlinear_unequal_forward=6, fastlinear_unequal_backward=9)

@@ -198,12 +198,6 @@ void backward(const Groups& all, const void* const* dys, const void* const* save
 
 }  // namespace
 
-// For a library loaded after the fork: the thread that the process began with.
-extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
-
-// count: how many threads torch would take in the thread that calls it.
-extern "C" void fastlinear_unequal_threads(int (*count)()) { threads_of_torch = count; }
-
 // Whether bfloat16 is served.
 extern "C" int fastlinear_unequal_half() { return serves_half(); }
 

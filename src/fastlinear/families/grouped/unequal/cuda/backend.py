@@ -16,6 +16,7 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import why_no_gpu
 from fastlinear.families.grouped.unequal import layout
 from fastlinear.families.grouped.unequal.cuda.compiled import KINDS
 from fastlinear.families.grouped.unequal.cuda.config import (
@@ -64,12 +65,10 @@ AUTOMATIC = Choices()
 
 def reason_not(problem: Problem) -> str | None:
     """Why the kernels cannot serve a Problem, or None."""
-    if problem.device != "cuda":
-        return "its kernels run on CUDA devices only"
+    if (why := why_no_gpu(problem)) is not None:
+        return why
     if FLOAT_DTYPES[problem.dtype] not in KINDS:
         return f"serves float32, bfloat16 and float16, not {problem.dtype}"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         return f"needs compute capability 8.0, the device has {capability[0]}.{capability[1]}"
