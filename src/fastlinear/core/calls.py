@@ -24,6 +24,7 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 _any_autocast = torch._C._is_any_autocast_enabled
 _tracing = torch._C._get_tracing_state
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
 
 
 def unlike_plain(given: Sequence[Any]) -> bool:
@@ -94,6 +95,11 @@ def beyond_memory(*dys: Tensor) -> bool:
 def watched() -> bool:
     """Whether PyTorch's ops are differentiated forward or recorded while they run."""
     return forward_ad._current_level >= 0 or _tracing() is not None or _dispatch_modes() > 0
+
+
+def seen() -> bool:
+    """The same, or a function mode sees them as Python calls them."""
+    return watched() or _function_modes() > 0
 
 
 def lies_turned(weight: Tensor) -> bool:

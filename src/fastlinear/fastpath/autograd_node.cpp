@@ -30,7 +30,25 @@ struct TapeCalls {
   Tape tape;
   Ref fallback;
   size_t count;  // of tensors given
+  bool keeps_lock;  // Python's, while it runs
 };
+
+// Whether its tape ran. On a CPU other Python threads may run meanwhile: r holds the tensors.
+bool ran(const TapeCalls& calls, Tensors& r, void* stream) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  std::optional<pybind11::gil_scoped_release> unlocked;
+  if (!calls.keeps_lock) unlocked.emplace();
+  return calls.tape.run(r, stream);
+}
+
+// Whether to keep Python's lock: to give it up and take it again costs a tenth of a short call.
+bool keeps_lock(const Tensors& given) {
+  constexpr int64_t kFew = 4096;
+  int64_t numbers = 0;
+  for (const auto& t : given)
+    if (t.defined()) numbers += t.numel();
+  return given[0].is_cuda() || numbers <= kFew;
+}
 
 PyObject* run_tape(void* self, const Call& call, PyObject* const* args, void* stream) {
   const auto& calls = *static_cast<TapeCalls*>(self);
@@ -41,8 +59,7 @@ PyObject* run_tape(void* self, const Call& call, PyObject* const* args, void* st
       auto* impl = const_cast<c10::TensorImpl*>(call.tensors[i]);
       r.push_back(impl == nullptr ? at::Tensor() : at::Tensor(Impl::reclaim_copy(impl)));
     }
-    const at::AutoDispatchBelowADInplaceOrView below;
-    if (calls.tape.aligned(r) && calls.tape.run(r, stream))
+    if (calls.tape.aligned(r) && ran(calls, r, stream))
       return THPVariable_Wrap(r[calls.tape.results()[0]]);
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
@@ -162,7 +179,8 @@ extern "C" PyObject* fastlinear_node_tape(PyObject* spec, PyObject* tensors, PyO
     for (Py_ssize_t i = 0; i < PyTuple_Size(tensors); ++i)
       given.push_back(fastpath::tensor_of(PyTuple_GetItem(tensors, i)));
     auto* calls = new fastpath::TapeCalls{fastpath::Tape(spec, given),
-                                             fastpath::Ref(fallback), given.size()};
+                                             fastpath::Ref(fallback), given.size(),
+                                             fastpath::keeps_lock(given)};
     return fastpath::Outside::capsule({fastpath::run_tape, fastpath::drop_tape, calls});
   } catch (const fastpath::PythonError&) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a tape");

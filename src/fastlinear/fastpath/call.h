@@ -16,6 +16,9 @@ namespace at::autocast {
 bool is_autocast_enabled(at::DeviceType device);
 at::ScalarType get_autocast_dtype(at::DeviceType device);
 }  // namespace at::autocast
+namespace at::impl {
+bool torch_function_mode_enabled();
+}  // namespace at::impl
 
 namespace fastpath {
 
@@ -53,6 +56,7 @@ struct Call {
       if (!argument(args[i])) return false;
     if (tensor_count == 0 || tensors[0] == nullptr) return false;
     add(wants_grad_ && c10::GradMode::is_enabled());
+    add(at::impl::torch_function_mode_enabled());
     const auto local = c10::impl::tls_local_dispatch_key_set();  // transforms, tracing, modes...
     add(static_cast<int64_t>(local.included_.raw_repr()));
     add(static_cast<int64_t>(local.excluded_.raw_repr()));

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from fastlinear.core import calls
 from fastlinear.fastpath import autograd_node, recorder
 from fastlinear.fastpath.autograd_node import OUTPUT, SPENT
 from fastlinear.fastpath.launch import Y
@@ -94,8 +95,13 @@ def node(formula: Formula, *leading: Any) -> Any:
 
 def inference(plan: Callable[..., Tensor], *leading: Any) -> Any:
     """The fast path's plan for calls without gradients of a kind that has run; None where that is
-    ``plan`` itself, which takes these leading arguments."""
+    ``plan`` itself, which takes these leading arguments.
+
+    On a CPU that is so where a mode is on, which sees PyTorch's ops as Python calls them.
+    """
     tensors = _leaves(leading)
+    if not tensors[0].is_cuda and calls.seen():
+        return None
     begun = autograd_node.begun()
     if len(tensors) > autograd_node.MAX_TENSORS or not (begun or tensors[0].is_cuda):
         return None

@@ -54,6 +54,11 @@ def _is_lazy(t: Tensor | None) -> bool:
     return t is not None and (t.is_neg() or _is_wrapped(t))
 
 
+def _wraps(arguments: Arguments) -> bool:
+    """Whether a tensor escaped from a transform: its memory is that of another underneath."""
+    return any(t is not None and _is_wrapped(t) for t in leaves(arguments))
+
+
 class Front:
     """The front end of one family.
 
@@ -116,7 +121,7 @@ class Front:
             plan = self.plans.get(key)
         except TypeError:  # an option that cannot be hashed: validation names it
             plan = None
-        come_again = plan is not None or not spec.changing
+        again = plan is not None
         if plan is None:
             arguments = (a, b, c, *options)
             if any(t is not None and t.layout is not _STRIDED for t in leaves(arguments)):
@@ -130,8 +135,8 @@ class Front:
             if any(map(_is_lazy, leaves((a, b, c)))):
                 return self._lazily(plan, (a, b, c, *options))
         y = plan.plan(a, b, c)
-        if plan.in_table is not None and come_again:
-            self._admit(plan, (*given, *options))
+        if plan.in_table is not None:
+            self._admit(plan, (*given, *options), again or not (spec.changing or plan.later))
         return y
 
     def _watched(self, arguments: Arguments, autocast: torch.dtype | None) -> Any:
@@ -145,7 +150,7 @@ class Front:
 
     def _lazily(self, found: Resolved, arguments: Arguments) -> Any:
         """A call whose tensors have a lazy sign, or wrap others."""
-        if any(t is not None and _is_wrapped(t) for t in leaves(arguments)):
+        if _wraps(arguments):
             return self.fallback(arguments)
         return found.plan(*mapped(Tensor.resolve_neg, arguments)[:3])
 
@@ -175,16 +180,19 @@ class Front:
 
         return Resolved(plan, plan, by_torch=found.by_torch)
 
-    def _admit(self, found: Resolved, arguments: Arguments) -> None:
+    def _admit(self, found: Resolved, arguments: Arguments, now: bool) -> None:
         """Put the plan of a call that has run into the C++ table, if that can serve such calls.
 
-        The table's facts tell more calls apart than a key here does.
+        The table's facts tell more calls apart than a key here does. Not ``now``: only have the
+        table loaded or built.
         """
         table = lookup.table(self.spec.name)
         if table is None:
             return
         self.table = table.call
-        if (first(arguments).is_cuda and not lookup.serves_cuda()) or not table.wants(*arguments):
+        if not now or (first(arguments).is_cuda and not lookup.serves_cuda()):
+            return
+        if not table.wants(*arguments) or _wraps(arguments):
             return
         made = None if found.record is None else found.record(*arguments[:3])
         table.admit(*arguments, made or found.in_table)
@@ -263,7 +271,7 @@ class Front:
 
         Plans stay. A checkpoint counts on the same autograd nodes for a call and its repetition.
         """
-        table = lookup.table(self.spec.name) if self.table is not no_table else None
+        table = lookup.table(self.spec.name) if lookup.ready() else None
         if table is not None:
             table.clear()
 

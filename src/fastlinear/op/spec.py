@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fastlinear.core.precision import matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import Choice
 from fastlinear.dispatch.steps import choices_of, select_pieces
+from fastlinear.fastpath import recorded
 
 Arguments = tuple[Any, ...]
 """A call: three leading arguments with its tensors, then its options, the forced backend last.
@@ -40,12 +42,24 @@ class Resolved:
         record: makes the table's plan of such calls, from tensors on which ``plan`` ran. None
             where that is ``in_table`` anyhow.
         by_torch: whether the plan is PyTorch's own ops, which any tensor and any mode may see.
+        later: whether such calls get into the table only when they come again.
     """
 
     plan: Plan
     in_table: Any = None
     record: Callable[[Any, Any, Any], Any] | None = None
     by_torch: bool = False
+    later: bool = False
+
+
+def inferring(plan: Plan, x: Tensor, in_table: Any = None, *, by_torch: bool = False) -> Resolved:
+    """What serves calls without gradients on a CPU or GPU by a plan that can be recorded.
+
+    On a CPU a kind of call is recorded when it comes again: a first call loads and compiles nothing
+    for that.
+    """
+    record = None if is_captured(x) else partial(recorded.inference, plan)
+    return Resolved(plan, in_table or plan, record, by_torch, later=not x.is_cuda)
 
 
 def _cast(arguments: Arguments, dtype: torch.dtype) -> Arguments:

@@ -25,7 +25,7 @@ from fastlinear.families.diagonal.validation import validate, validate_out
 from fastlinear.fastpath import recorded, recorder
 from fastlinear.op import library
 from fastlinear.op.front import Front, choices
-from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
+from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved, inferring
 from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
 
@@ -52,14 +52,12 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         return Resolved(own, by_torch=True)
     chosen = choices(SPEC, arguments, grad)
     if x.numel() == 0 or _all_eager(chosen):
-        return Resolved(own, own, by_torch=True)
+        if grad or x.is_cuda or x.numel() == 0:
+            return Resolved(own, own, by_torch=True)
+        return inferring(own, x, by_torch=True)
     if grad:
         return _train(arguments, chosen)
-    backend = chosen[0].backend
-    plan = _inference(backend.load(), activation)
-    if calls.is_captured(x):
-        return Resolved(plan, plan)
-    return Resolved(plan, plan, partial(recorded.inference, plan))
+    return inferring(_inference(chosen[0].backend.load(), activation), x)
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
@@ -243,7 +241,7 @@ def _resolve_out(arguments: Arguments, _: bool, autocast: bool) -> Resolved:
             torch.autograd.graph.increment_version(out)
         return out  # type: ignore[no-any-return]
 
-    return Resolved(plan, plan, partial(recorded.inference, plan))
+    return inferring(plan, x)
 
 
 def _compiled_out(arguments: Arguments, grad: bool) -> Tensor:

@@ -27,7 +27,7 @@ from fastlinear.families.gated.validation import KINDS, validate
 from fastlinear.fastpath import recorded
 from fastlinear.op import library
 from fastlinear.op.front import Front, choices
-from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
+from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved, inferring
 from fastlinear.op.step import Step
 
 _Three = tuple[Any, Any, Any]
@@ -104,11 +104,7 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         backends = {c.problem.piece: c.backend.name for c in chosen}
         own_autograd = way_of(backends, recompute_of(level)) == OWN
         return Resolved(own, own, by_torch=True) if own_autograd else _train(arguments, chosen)
-    backend = chosen[0].backend
-    plan = _inference(backend.load(), activation, order)
-    if not x.is_cuda or calls.is_captured(x):
-        return Resolved(plan, plan)
-    return Resolved(plan, plan, partial(recorded.inference, plan))
+    return inferring(_inference(chosen[0].backend.load(), activation, order), x)
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:

@@ -26,7 +26,7 @@ from fastlinear.families.grouped.sign_mask import place_for
 from fastlinear.families.grouped.validation import validate
 from fastlinear.fastpath import recorded
 from fastlinear.op.front import Front, choices
-from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
+from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved, inferring
 from fastlinear.op.step import Step
 
 LAYOUT_OF = {"tokens": "... g k", "groups": "g ... k", "channels": "b g k ..."}
@@ -64,9 +64,7 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         return (
             Resolved(own, own, by_torch=True) if names == {"eager"} else _train(arguments, chosen)
         )
-    backend = chosen[0].backend
-    plan = _inference(backend.load(), activation, layout)
-    return Resolved(plan, plan, partial(recorded.inference, plan))
+    return inferring(_inference(chosen[0].backend.load(), activation, layout), x)
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:

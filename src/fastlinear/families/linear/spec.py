@@ -27,7 +27,7 @@ from fastlinear.families.linear.validation import validate
 from fastlinear.fastpath import autograd_node, lookup, recorded
 from fastlinear.op import library
 from fastlinear.op.front import Front, choices
-from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
+from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved, inferring
 from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
 
@@ -70,13 +70,13 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
         plain = grad and step and not (empty or captured or autocast)
         # PyTorch's nodes cost less than one in Python, and more than one in C++
         if not (plain and lookup.table(NAME) is not None and autograd_node.begun()):
-            return Resolved(_own(activation), _own_in_table(activation), by_torch=True)
+            own, in_table = _own(activation), _own_in_table(activation)
+            if grad or empty or x.is_cuda:
+                return Resolved(own, in_table, by_torch=True)
+            return inferring(own, x, in_table, by_torch=True)
     if grad:
         return _train(arguments, chosen)
-    plan = _inference(chosen[0].backend.load(), activation)
-    if captured or not x.is_cuda:
-        return Resolved(plan, plan)
-    return Resolved(plan, plan, partial(recorded.inference, plan))
+    return inferring(_inference(chosen[0].backend.load(), activation), x)
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:

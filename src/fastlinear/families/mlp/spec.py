@@ -26,7 +26,7 @@ from fastlinear.families.mlp.validation import sequences, validate
 from fastlinear.fastpath import autograd_node, recorded
 from fastlinear.op import library
 from fastlinear.op.front import Front, choices
-from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
+from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved, inferring
 from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
 
@@ -62,7 +62,9 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
     if empty or backends == {"eager"}:
         if not grad:
             plan = _chain_in_place(*names)
-            return Resolved(plan, plan, by_torch=True)
+            if empty or x.is_cuda:
+                return Resolved(plan, plan, by_torch=True)
+            return inferring(plan, x, by_torch=True)
         plain = backend is None and not (empty or autocast or captured)
         if not (plain and autograd_node.begun() and _by_node(chosen)):
             # PyTorch's nodes cost less than one in Python, and more than one in C++
@@ -71,13 +73,11 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
         return _train(arguments, chosen)
     plan = _inference(chosen[0].backend.load(), *names)
     (name,) = backends
-    if x.is_cuda and not captured:
-        return Resolved(plan, plan, partial(recorded.inference, plan))
     dense = all(t.is_contiguous() for t in (x, *weights, *biases) if t is not None)
     if name == "whole_cpp" and dense and x.dim() <= 3:
         codes = whole.codes(len(weights), *names)
         return Resolved(plan, ("chain", whole.address(), codes))
-    return Resolved(plan, plan)
+    return inferring(plan, x)
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:

@@ -17,7 +17,7 @@ from fastlinear.families.grouped.ragged.validation import validate
 from fastlinear.fastpath import recorded
 from fastlinear.op import library
 from fastlinear.op.front import Front, choices, needs_grad
-from fastlinear.op.spec import Arguments, Called, OpSpec, Resolved
+from fastlinear.op.spec import Arguments, Called, OpSpec, Resolved, inferring
 from fastlinear.op.step import choose_whole, trained
 from fastlinear.op.timing import Timed
 
@@ -46,9 +46,7 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         return Resolved(own, by_torch=True)
     if grad:
         return _train(arguments, chosen)
-    formula = Formula(activation, chosen[0].backend.name)
-    plan = formula.inference
-    return Resolved(plan, plan, partial(recorded.inference, plan))
+    return inferring(Formula(activation, chosen[0].backend.name).inference, x)
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
