@@ -29,6 +29,7 @@ from fastlinear.op.spec import Arguments, OpSpec, Resolved, first, leaves, mappe
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _PUBLIC: dict[str, Callable[..., Any]] = {}
 _is_compiling = torch.compiler.is_compiling
+_is_traced = torch.compiler.is_dynamo_compiling  # costs half as much, and knows no export
 _is_transformed = calls.transforms_active
 _any_autocast = torch._C._is_any_autocast_enabled
 _grad_enabled = torch.is_grad_enabled
@@ -281,22 +282,30 @@ def _entry(self: Front, options: int) -> Callable[..., Any]:
     cost less than ``*arguments``."""
 
     def two(a: Any, b: Any, c: Any, first: Any, backend: Any) -> Any:
-        if _is_compiling():
+        if _is_traced():
             return self.compiled(a, b, c, first, backend)
         y = self.table(a, b, c, first, backend)
-        return self.looked_up(a, b, c, first, backend) if y is None else y
+        if y is not None:
+            return y
+        return (self.compiled if _is_compiling() else self.looked_up)(a, b, c, first, backend)
 
     def three(a: Any, b: Any, c: Any, first: Any, second: Any, backend: Any) -> Any:
-        if _is_compiling():
+        if _is_traced():
             return self.compiled(a, b, c, first, second, backend)
         y = self.table(a, b, c, first, second, backend)
-        return self.looked_up(a, b, c, first, second, backend) if y is None else y
+        if y is not None:
+            return y
+        return (self.compiled if _is_compiling() else self.looked_up)(
+            a, b, c, first, second, backend
+        )
 
     def more(*arguments: Any) -> Any:
-        if _is_compiling():
+        if _is_traced():
             return self.compiled(*arguments)
         y = self.table(*arguments)
-        return self.looked_up(*arguments) if y is None else y
+        if y is not None:
+            return y
+        return (self.compiled if _is_compiling() else self.looked_up)(*arguments)
 
     entries: dict[int, Callable[..., Any]] = {2: two, 3: three}
     return entries.get(options, more)
