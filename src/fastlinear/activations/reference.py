@@ -42,6 +42,10 @@ class Activation:
     module: Callable[[], nn.Module] | None = None
     widened: bool = False
 
+    def over(self, pre: Tensor) -> Tensor:
+        """act(pre) for a pre that is read no more: in its memory where torch can."""
+        return (self.in_place or self.value)(pre)
+
 
 def _quick_gelu_backward(dy: Tensor, pre: Tensor) -> Tensor:
     s = torch.sigmoid(QUICK_GELU_SCALE * pre)

@@ -15,11 +15,14 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/bmm.h>
+#include <ATen/ops/gelu_backward_ops.h>
+#include <ATen/ops/gelu_ops.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 
 #include <algorithm>
+#include <functional>
 #include <mutex>
 #include <string>
 
@@ -86,6 +89,7 @@ struct Step {
   std::vector<Argument> arguments;
   std::optional<c10::OperatorHandle> op;  // of aten, with what is no tensor among its arguments
   std::vector<std::pair<int64_t, c10::IValue>> boxed;
+  std::function<at::Tensor(Tensors&)> unboxed;  // the same call where its schema is common
   std::vector<int64_t> last;  // tensors that no later step reads
 
   // Numbers of all tensors it reads or makes.
@@ -279,7 +283,60 @@ class Tape {
       else
         step.boxed.emplace_back(integer(given, static_cast<Py_ssize_t>(i)), c10::IValue());
     }
+    step.unboxed = unboxed(*step.op, step.boxed);
     reach(step.n[0] = integer(spec, 1));
+  }
+
+  // A call that boxes no argument, for the schemas of most activations and derivatives, or none.
+  static std::function<at::Tensor(Tensors&)> unboxed(
+      const c10::OperatorHandle& op, const std::vector<std::pair<int64_t, c10::IValue>>& given) {
+    using T = const at::Tensor&;
+    std::string kinds;
+    for (size_t i = 0; i < given.size(); ++i) {
+      const auto& argument = op.schema().arguments()[i];
+      const auto kind = argument.type()->kind();
+      const bool number = kind == c10::TypeKind::NumberType && given[i].second.isScalar();
+      const bool text = kind == c10::TypeKind::StringType && given[i].second.isString();
+      const char tensor = argument.alias_info() == nullptr ? 'T' : argument.is_out() ? '?' : 'W';
+      kinds += given[i].first >= 0 ? tensor : number ? 'N' : text ? 'S' : '?';
+    }
+    const auto& returns = op.schema().returns();
+    if (returns.size() != 1 || returns[0].type()->kind() != c10::TypeKind::TensorType) return {};
+    const int64_t a = given.empty() ? -1 : given[0].first;
+    const int64_t b = given.size() < 2 ? -1 : given[1].first;
+    if (kinds == "T") {
+      auto call = op.typed<at::Tensor(T)>();
+      return [=](Tensors& r) { return call.call(r[a]); };
+    }
+    if (kinds == "W") {
+      auto call = op.typed<at::Tensor&(at::Tensor&)>();
+      return [=](Tensors& r) { return call.call(r[a]); };
+    }
+    if (kinds == "WN") {
+      auto call = op.typed<at::Tensor&(at::Tensor&, const at::Scalar&)>();
+      const auto c = given[1].second.toScalar();
+      return [=](Tensors& r) { return call.call(r[a], c); };
+    }
+    if (kinds == "TT") {
+      auto call = op.typed<at::Tensor(T, T)>();
+      return [=](Tensors& r) { return call.call(r[a], r[b]); };
+    }
+    if (kinds == "TTN") {
+      auto call = op.typed<at::Tensor(T, T, const at::Scalar&)>();
+      const auto c = given[2].second.toScalar();
+      return [=](Tensors& r) { return call.call(r[a], r[b], c); };
+    }
+    if (kinds == "TS") {
+      auto call = op.typed<at::_ops::gelu::schema>();
+      const auto c = given[1].second.toStringRef();
+      return [=](Tensors& r) { return call.call(r[a], c); };
+    }
+    if (kinds == "TTS") {
+      auto call = op.typed<at::_ops::gelu_backward::schema>();
+      const auto c = given[2].second.toStringRef();
+      return [=](Tensors& r) { return call.call(r[a], r[b], c); };
+    }
+    return {};
   }
 
   // A number, numbers, a text or nothing, as an argument of that type takes it.
@@ -396,6 +453,10 @@ class Tape {
         r[n[0]] = n[3] < 0 ? at::linear(r[n[1]], r[n[2]]) : at::linear(r[n[1]], r[n[2]], r[n[3]]);
         return true;
       case Step::kAten: {
+        if (s.unboxed) {
+          r[n[0]] = s.unboxed(r);
+          return true;
+        }
         torch::jit::Stack stack;
         stack.reserve(s.boxed.size());
         for (const auto& [tensor, constant] : s.boxed) {

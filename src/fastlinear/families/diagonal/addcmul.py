@@ -40,11 +40,6 @@ def forward(
     if more and reference.widens(x):
         return reference.forward(x, weight, bias, activation, residual, out)
     y = torch.addcmul(bias, x, weight, out=out)
-    act = activation_of(activation)
-    if act.in_place is not None:
-        act.in_place(y)
-    elif out is None:
-        y = act.value(y)
-    else:
-        y.copy_(act.value(y))
+    found = activation_of(activation).over(y)
+    y = found if out is None or found is y else y.copy_(found)
     return y if residual is None else y.add_(residual)

@@ -48,7 +48,7 @@ def activated(
     """(act(pre), pre if asked); pre's own memory is used where it is free, which on a CPU saves the
     most time."""
     act = activation_of(activation)
-    run = act.value if save_pre else act.in_place or act.value
+    run = act.value if save_pre else act.over
     return layouts.elementwise(run, order, pre), pre if save_pre else None
 
 

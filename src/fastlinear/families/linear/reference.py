@@ -20,9 +20,8 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(y, pre): x (M, K), weight (N, K), bias (N,) → y (M, N) and, if asked, pre (M, N)."""
-    pre = F.linear(x, weight, bias)
-    y = activation_of(activation).value(pre)
-    return y, pre if save_pre else None
+    act, pre = activation_of(activation), F.linear(x, weight, bias)
+    return (act.value(pre), pre) if save_pre else (act.over(pre), None)
 
 
 def grad_pre(

@@ -52,8 +52,9 @@ def forward(
     for weight, bias, name in zip(weights, biases, names, strict=True):
         act = activation_of(name)
         pre = F.linear(h, weight, bias)
-        h = act.value(pre)
-        saved.append(pre if act.saved == "pre" else h)
+        kept = save and act.saved == "pre"
+        h = act.value(pre) if kept else act.over(pre)
+        saved.append(pre if kept else h)
     return h, tuple(saved) if save else ()
 
 

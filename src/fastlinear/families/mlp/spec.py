@@ -126,12 +126,7 @@ def _chain_in_place(activation: str, final_activation: str) -> Plan:
         bs = (None,) * len(weights) if biases is None else biases
         h = x
         for weight, bias, name in zip(weights, bs, names, strict=True):
-            h = F.linear(h, weight, bias)
-            act = activation_of(name)
-            if act.in_place is None:
-                h = act.value(h)
-            else:
-                act.in_place(h)
+            h = activation_of(name).over(F.linear(h, weight, bias))
         # torch's activations return no view, as its layers do of more than two dimensions
         return h if x.dim() == 2 or final_activation == "none" else as_result(h, h.shape)
 

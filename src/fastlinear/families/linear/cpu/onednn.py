@@ -115,6 +115,7 @@ def product(
     post_op = _POST_OPS.get(activation)
     if save_pre or post_op is None:
         pre = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return activation_of(activation).value(pre), pre if save_pre else None
+        act = activation_of(activation)
+        return (act.value(pre), pre) if save_pre else (act.over(pre), None)
     name, scalars, algorithm = post_op
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, name, scalars, algorithm), None
