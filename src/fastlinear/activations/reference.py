@@ -43,8 +43,12 @@ class Activation:
     widened: bool = False
 
     def over(self, pre: Tensor) -> Tensor:
-        """act(pre) for a pre that is read no more: in its memory where torch can."""
-        return (self.in_place or self.value)(pre)
+        """act(pre) for a pre that is read no more: in its memory where torch can.
+
+        Not where torch differentiates it.
+        """
+        differentiated = pre.requires_grad and torch.is_grad_enabled()
+        return (self.value if differentiated else self.in_place or self.value)(pre)
 
 
 def _quick_gelu_backward(dy: Tensor, pre: Tensor) -> Tensor:
