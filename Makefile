@@ -55,10 +55,10 @@ fuzz: $(TEST_READY)
 	$(RUN) -m tests.fuzz.fuzz --seed $(SEED) --seconds $(SECONDS)
 
 lint: $(CHECK_READY)
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/mypy
-	$(VENV)/bin/lint-imports
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+	$(RUN) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 check: lint test
 

@@ -23,10 +23,15 @@ _WORKER = """
 import json, sys, time
 import torch
 import fastlinear as fl
-try:
-    from fastlinear.fastpath import autograd_node, lookup
-except ImportError:  # their names in 0.1.0
-    from fastlinear.ops.common import door as lookup, door_node as autograd_node
+from importlib import import_module as module
+places = ("fastpath.lookup", "fastpath.autograd_node"), (  # today's, then former ones
+    "ops.common.fastpath", "ops.common.fastpath_node"), ("ops.common.door", "ops.common.door_node")
+for names in places:
+    try:
+        lookup, autograd_node = (module(f"fastlinear.{name}") for name in names)
+        break
+    except ImportError:
+        pass
 
 device, rounds = sys.argv[1], int(sys.argv[2])
 torch.manual_seed(0)

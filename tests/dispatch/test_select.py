@@ -495,3 +495,16 @@ def test_a_renamed_backend_is_found_by_its_former_name(
     x, weight = torch.randn(4, 6), torch.randn(2, 5, 3)
     with pytest.raises(UnsupportedError, match=f"'{now}'.*CUDA devices only"):
         fl.grouped_linear(x, weight, backend=before)
+
+
+def test_whoever_uses_a_former_name_sees_the_warning() -> None:
+    """Python shows a DeprecationWarning only where ``__main__`` is told of it."""
+    code = """
+import torch, fastlinear as fl
+try:
+    fl.grouped_linear(torch.randn(4, 6), torch.randn(2, 5, 3), backend="strips")
+except fl.UnsupportedError:
+    pass
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "DeprecationWarning: backend='strips' is now called" in done.stderr

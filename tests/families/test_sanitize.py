@@ -199,4 +199,4 @@ def test_the_fast_path_and_all_kernels_are_sanitized(monkeypatch: pytest.MonkeyP
     assert fastpath_library.places(sanitized, fastpath_library.NODE) != before
     names = {path.name for path in sanitize_cpu.kernels()}
     assert {"elementwise.cpp", "grouped.cpp", "mlp.cpp", "unequal.cpp"} <= names
-    assert not names & {"lookup.cpp", "fastpath_node.cpp"}
+    assert not names & {"lookup.cpp", "autograd_node.cpp"}

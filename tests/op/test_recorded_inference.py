@@ -267,3 +267,26 @@ def test_other_threads_run_beside_a_tape() -> None:
         os.close(other)
         table.clear()
     assert torch.equal(y, x + 1)
+
+
+def test_an_equal_name_that_lies_elsewhere_is_the_same_name(recordings: list[Any]) -> None:
+    for _ in range(4):
+        name = "".join(["ge", "lu"])
+        assert name is not "gelu"  # noqa: F632 - what is tried
+        fl.linear_act(draw(6, 16), W, B, activation=name)
+    assert len(recordings) == 1
+
+
+def test_forward_mode_after_calls_without_it() -> None:
+    x, w = draw(5, 16).double(), W.double()
+    for _ in range(4):
+        fl.mlp(x, [w, w], activation="gelu")
+    with torch.autograd.forward_ad.dual_level():
+        y = fl.mlp(
+            torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), [w, w], activation="gelu"
+        )
+        tangent = torch.autograd.forward_ad.unpack_dual(y).tangent
+    _, expected = torch.func.jvp(
+        lambda x: torch.nn.functional.gelu(x @ w.t()) @ w.t(), (x,), (torch.ones_like(x),)
+    )
+    torch.testing.assert_close(tangent, expected)

@@ -1,7 +1,9 @@
-"""Plans written when Strassen's algorithm was a backend of ``mlp`` still load and apply."""
+"""Plans written when Strassen's algorithm was a backend of ``mlp``, and when backends had other
+names, still load and apply."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from torch import nn
 
 import fastlinear as fl
 from fastlinear.core.errors import PlanError
+from fastlinear.dispatch import backend as registry
+from fastlinear.dispatch.backend import family
 from tests.rewrite.rewrite_models import Clock
 
 
@@ -73,3 +77,26 @@ def test_a_bad_field_is_refused(clock: Clock) -> None:
     clock({"after": 50.0})
     with pytest.raises(PlanError, match="bad or missing field"):
         fl.apply_(sequential(), old_plan(torch.randn(64, 32), None, "yes"))
+
+
+def test_former_names_of_backends_are_those_of_today(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({"after": 50.0})
+    x = torch.randn(64, 32)
+    plan = old_plan(x, "chain_of_layers", False)
+    for told in (*plan["rewrites"], *plan["tuned"]):
+        told["problem"]["family"] = "mlp"
+    for rewrite in plan["rewrites"]:
+        rewrite["backends"] = {"forward": "chain_of_layers"}
+    plan["tuned"][0] |= {"best": "chain_of_layers", "rivals": ["chain_of_layers"]}
+    plan["tuned"][0]["times_us"] = {"eager": 9.0, "chain_of_layers": 3.0}
+    with pytest.raises(PlanError, match="'chain_of_layers'"):
+        fl.apply_(sequential(), plan)
+    renamed = replace(family("mlp"), renamed={"chain_of_layers": "layerwise"})
+    monkeypatch.setitem(registry._FAMILIES, "mlp", renamed)
+    result = fl.apply_(sequential(), plan)
+    assert result.kept == 2, result.table()
+    assert {s.backends["forward"] for s in result.sites} == {"layerwise"}
+    assert not any("there is no such backend" in note for note in result.notes)
+    assert "chain_of_layers" not in str(result.plan.to_json())

@@ -3,7 +3,7 @@
 //
 // A struct has f(x), the activation, and d(dy, x), dy times its derivative at the pre-activation x.
 // Where the derivative is formed from the output y, of(dy, y) does so. The list of structs is a
-// macro that cpp_build.py makes of activations.py. Comparisons are written so that NaN stays NaN.
+// macro that cpp_build.py makes of reference.py. Comparisons are written so that NaN stays NaN.
 #pragma once
 
 #include "../kernels/cpu/vectors.h"

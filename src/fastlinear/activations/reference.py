@@ -162,7 +162,7 @@ CODES: dict[str, int] = {name: code for code, name in enumerate(NAMES)}
 CPP_MACRO = "FASTLINEAR_ACTIVATIONS(DO)=" + " ".join(
     f"DO({name.title().replace('_', '')},{int(ACTIVATIONS[name].saved == 'pre')})" for name in NAMES
 )
-"""The list for ``activations.h``: DO(struct, whether it saves the pre-activation), by code."""
+"""The list for ``cpp.h``: DO(struct, whether it saves the pre-activation), by code."""
 
 
 CUDA_HEADER = Path(__file__).with_name("cuda.h")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from pathlib import Path
 
 import torch
 
 from fastlinear.core.errors import InputError
 
+_PACKAGE = str(Path(__file__).parents[1])
 _warned: set[str] = set()
 
 
@@ -37,13 +40,23 @@ def fast_matmul(given: object, function: str, stacklevel: int = 3) -> None:
     )
 
 
-def renamed(argument: str, before: str, now: str, stacklevel: int = 3) -> str:
-    """``now``, the new name of a value. Gives one DeprecationWarning a process, at the caller
-    ``stacklevel`` frames up."""
+def renamed(argument: str, before: str, now: str) -> str:
+    """``now``, the new name of a value. Gives one DeprecationWarning a process, at the caller of
+    this package."""
     name = f"{argument}={before!r}"
     if not torch.compiler.is_compiling() and name not in _warned:
         _warned.add(name)
         warnings.warn(
-            f"{name} is now called {argument}={now!r}.", DeprecationWarning, stacklevel=stacklevel
+            f"{name} is now called {argument}={now!r}.",
+            DeprecationWarning,
+            stacklevel=_levels_up(),
         )
     return now
+
+
+def _levels_up() -> int:
+    """How many frames above its caller the first one lies whose code is not this package's."""
+    frame, levels = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, levels = frame.f_back, levels + 1
+    return levels

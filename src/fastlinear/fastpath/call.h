@@ -44,7 +44,6 @@ inline const c10::TensorImpl* impl_of(PyObject* o) {
 struct Call {
   const c10::TensorImpl* tensors[kMaxTensors];  // in the order given; null for None
   int tensor_count = 0;
-  PyObject* names[kMaxNames];  // whose addresses are facts
   int name_count = 0;
   int64_t facts[kMaxFacts];
   int fact_count = 0;
@@ -92,10 +91,10 @@ struct Call {
       return true;
     }
     if (!PyUnicode_CheckExact(o) && !PyBool_Check(o)) return tensor_or_none(o);
-    if (name_count == kMaxNames) return false;
-    names[name_count++] = o;
+    if (name_count++ == kMaxNames) return false;
     add(kName);
-    add(reinterpret_cast<int64_t>(o));
+    // by content: an equal name that lies elsewhere, read from a file, say, is the same name
+    add(PyUnicode_CheckExact(o) ? PyObject_Hash(o) : o == Py_True);
     return true;
   }
 

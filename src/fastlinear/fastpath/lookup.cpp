@@ -123,8 +123,6 @@ PyObject* admit(PyObject* self, PyObject* const* args, Py_ssize_t n) {
     Call c;
     if (!read_or_pass(c, args, n - 1)) Py_RETURN_FALSE;
     auto plan = made(args[n - 1], c, args);
-    // kept, so that their addresses stay theirs
-    for (int i = 0; i < c.name_count; ++i) plan->kept.emplace_back(c.names[i]);
     table_of(self)->add(c, std::move(plan));
     Py_RETURN_TRUE;
   });

@@ -38,7 +38,6 @@ struct Ref {
 };
 
 struct Plan {
-  std::vector<Ref> kept;
   virtual ~Plan() = default;
   virtual PyObject* run(const Call& call, PyObject* const* args) const = 0;
   // The same for CUDA tensors of the current device, with their stream.

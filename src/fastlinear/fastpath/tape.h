@@ -297,7 +297,8 @@ class Tape {
       const auto kind = argument.type()->kind();
       const bool number = kind == c10::TypeKind::NumberType && given[i].second.isScalar();
       const bool text = kind == c10::TypeKind::StringType && given[i].second.isString();
-      const char tensor = argument.alias_info() == nullptr ? 'T' : argument.is_out() ? '?' : 'W';
+      const bool plain = kind == c10::TypeKind::TensorType && !argument.is_out();
+      const char tensor = !plain ? '?' : argument.alias_info() == nullptr ? 'T' : 'W';
       kinds += given[i].first >= 0 ? tensor : number ? 'N' : text ? 'S' : '?';
     }
     const auto& returns = op.schema().returns();

@@ -8,8 +8,9 @@ not by what the formula of a call was: without it a graph of another version of 
 taken for one of this.
 
 An op is declared first and gets its functions later. An exported program names ops of families that
-the process has not imported, so ``import fastlinear`` declares all of them (``ops.declared``). The
-first call of a declared op imports its family, whose ``register_op`` fills the functions in.
+the process has not imported, so ``import fastlinear`` declares all of them
+(``families.declared``). The first call of a declared op imports its family, whose ``register_op``
+fills the functions in.
 """
 
 from __future__ import annotations

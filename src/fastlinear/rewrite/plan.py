@@ -20,6 +20,7 @@ from fastlinear.core import files
 from fastlinear.core.errors import PlanError
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import MODES
+from fastlinear.dispatch.backend import families
 from fastlinear.rewrite import registry
 from fastlinear.rewrite.swap.compiled_forward import COMPILE_MODES
 
@@ -256,7 +257,7 @@ def _parse(data: dict[str, Any]) -> Plan:
     for item in _of(list, data, "rewrites"):
         if not isinstance(item, dict):
             raise TypeError(f"a rewrite is {_json_kind(item)}")
-        rewrite = Rewrite(**_without_fast_matmul(item))
+        rewrite = Rewrite(**_named_as_today(_without_fast_matmul(item)))
         known = rewrite.rule in RULES and rewrite.route in ROUTES and rewrite.activation in NAMES
         for rule, route in _WHOLE.items():
             known &= (rewrite.rule == rule) == (rewrite.route == route)
@@ -288,9 +289,36 @@ def _parse(data: dict[str, Any]) -> Plan:
         inputs=inputs,
         rewrites=tuple(rewrites.values()),
         fastlinear=str(data["fastlinear"]),
-        tuned=tuple(map(_tuned, _of(list, {"tuned": [], **data}, "tuned"))),
+        tuned=tuple(
+            _named_as_today(_tuned(item)) for item in _of(list, {"tuned": [], **data}, "tuned")
+        ),
         advice=tuple(_of(list, {"advice": [], **data}, "advice")),
     )
+
+
+def _named_as_today(item: Any) -> Any:
+    """A rewrite or a measurement with the names that its family's backends have today."""
+    if not isinstance(item, dict):
+        return item
+    problem = item.get("problem")
+    told = problem.get("family") if isinstance(problem, dict) else None
+    now = families()[told].renamed if isinstance(told, str) and told in families() else {}
+    if not now:
+        return item
+    item = dict(item)
+    for name in ("backend", "best"):
+        if isinstance(item.get(name), str):
+            item[name] = now.get(item[name], item[name])
+    if isinstance(item.get("backends"), dict):
+        item["backends"] = {
+            k: now.get(v, v) if isinstance(v, str) else v for k, v in item["backends"].items()
+        }
+    for name in ("times_us", "hashes"):
+        if isinstance(item.get(name), dict):
+            item[name] = {now.get(k, k): v for k, v in item[name].items()}
+    if isinstance(item.get("rivals"), list):
+        item["rivals"] = [now.get(v, v) if isinstance(v, str) else v for v in item["rivals"]]
+    return item
 
 
 def _without_fast_matmul(item: dict[str, Any]) -> dict[str, Any]:

@@ -63,8 +63,8 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
         if not grad:
             plan = _chain_in_place(*names)
             if empty or x.is_cuda:
-                return Resolved(plan, plan, by_torch=True)
-            return inferring(plan, x, by_torch=True)
+                return Resolved(plan, plan)
+            return inferring(plan, x)
         plain = backend is None and not (empty or autocast or captured)
         if not (plain and autograd_node.begun() and _by_node(chosen)):
             # PyTorch's nodes cost less than one in Python, and more than one in C++

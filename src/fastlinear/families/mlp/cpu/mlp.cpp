@@ -6,9 +6,9 @@
 // Weights are read where they lie at every call; nothing of them is kept between calls. Scratch
 // belongs to the thread. Vectors are those of the processor compiled for (kLanes floats).
 //
-//   common/vectors.h   loads, lanes turned and added       mlp_dots.h      products for a few rows
-//   common/activations.h  activations, derivatives        mlp_product.h   products for many rows
-//   common/threads.h   scratch, number of threads          mlp_forward.h, mlp_backward.h
+//   vectors.h          loads, lanes turned and added       mlp_dots.h      products for a few rows
+//   activations/cpp.h  activations, derivatives           mlp_product.h   products for many rows
+//   threads.h          scratch, number of threads          mlp_forward.h, mlp_backward.h
 
 #include "mlp_backward.h"
 #include "mlp_forward.h"

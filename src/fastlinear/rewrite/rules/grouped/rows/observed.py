@@ -2,7 +2,7 @@
 
 It only matches; nothing here changes a model or measures anything. Two kinds are known by their
 inputs: layers on parts of one tensor (a loop over chunks), and layers on one tensor itself. Modules
-that are a grouped layer by themselves are in ``grouped_modules.py``.
+that are a grouped layer by themselves are in ``modules/``.
 """
 
 from __future__ import annotations
