@@ -15,7 +15,7 @@ from fastlinear.families.grouped import layout as layouts
 from fastlinear.families.grouped import reference
 from fastlinear.families.grouped.cuda import packed_groups
 from fastlinear.families.grouped.cuda import packed_groups_config as configs
-from fastlinear.families.grouped.cuda.packed_groups_config import StripsConfig
+from fastlinear.families.grouped.cuda.packed_groups_config import PackedConfig
 from fastlinear.families.grouped.cuda.packed_groups_tiles import (
     Cut,
     box_columns,
@@ -33,14 +33,14 @@ SIZES = (
     *((5, 136, 136), (5, 192, 192), (5, 200, 200), (5, 232, 232), (5, 96, 160)),
 )
 CONFIGS = (
-    ((8, 100, 100), StripsConfig(4, 2, 4, 4)),
-    ((8, 100, 100), StripsConfig(4, 4, 3, 2)),
-    ((8, 100, 100), StripsConfig(2, 4, 4, 4, 2)),
-    ((8, 100, 100), StripsConfig(2, 2, 2, 1, 2)),
-    ((8, 64, 64), StripsConfig(4, 2, 6, 6)),
-    ((16, 32, 32), StripsConfig(4, 1, 4, 4, 3)),
-    ((8, 80, 80), StripsConfig(2, 4, 3, 4, 2)),
-    ((6, 112, 112), StripsConfig(1, 2, 4, 4, 2)),
+    ((8, 100, 100), PackedConfig(4, 2, 4, 4)),
+    ((8, 100, 100), PackedConfig(4, 4, 3, 2)),
+    ((8, 100, 100), PackedConfig(2, 4, 4, 4, 2)),
+    ((8, 100, 100), PackedConfig(2, 2, 2, 1, 2)),
+    ((8, 64, 64), PackedConfig(4, 2, 6, 6)),
+    ((16, 32, 32), PackedConfig(4, 1, 4, 4, 3)),
+    ((8, 80, 80), PackedConfig(2, 4, 3, 4, 2)),
+    ((6, 112, 112), PackedConfig(1, 2, 4, 4, 2)),
 )
 
 
@@ -62,7 +62,7 @@ def check(
     weight: Tensor,
     bias: Tensor | None,
     activation: str,
-    config: StripsConfig | None = None,
+    config: PackedConfig | None = None,
     save: bool | None = None,
     order: str = "tokens",
 ) -> None:
@@ -99,7 +99,7 @@ class TestOnHopper:
             check(*drawn(m, *sizes, torch.bfloat16), "silu" if m == 33 else "relu")
 
     @pytest.mark.parametrize(("sizes", "config"), CONFIGS, ids=str)
-    def test_configurations(self, sizes: tuple[int, int, int], config: StripsConfig) -> None:
+    def test_configurations(self, sizes: tuple[int, int, int], config: PackedConfig) -> None:
         for save in (False, True):
             if configs.fits(config, *sizes[1:], save):
                 check(*drawn(700, *sizes, torch.bfloat16), "relu", config, save)
@@ -114,7 +114,7 @@ class TestOnHopper:
     def test_staged_and_mixed_change_no_bit(self, order: str) -> None:
         for sizes in ((800, 100, 100), (200, 100, 200), (96, 128, 128)):
             x, weight, bias = drawn(96, *sizes, torch.bfloat16, order)
-            base = configs.strips_config(16, *sizes[1:], False, order=order)
+            base = configs.packed_config(16, *sizes[1:], False, order=order)
             assert base is not None
             size = weight_bytes(order, base.groups, *sizes[1:])
             ways = [replace(base, stages=2, outs=2, staged=s, mixed=m) for s, m in ways_of(size)]
@@ -186,38 +186,38 @@ class TestOnHopper:
 def test_configurations_fit_the_chip() -> None:
     for groups, k, n in SIZES:
         for save_pre in (False, True):
-            config = configs.strips_config(groups, k, n, save_pre)
+            config = configs.packed_config(groups, k, n, save_pre)
             assert config is not None
             assert config.groups * k % 8 == config.groups * n % 8 == 0
             assert groups % config.groups == 0
             assert configs.fits(config, k, n, save_pre)
-    assert configs.strips_config(3, 10, 10, False) is None
-    assert configs.strips_config(4, 7, 8, False) is None
-    assert configs.strips_config(100, 100, 100, False) == StripsConfig(2, 5, 4, 4, 1)
-    assert configs.strips_config(64, 32, 32, False) == StripsConfig(8, 1, 4, 4, 1)
-    assert configs.strips_config(64, 32, 32, False, groups=4) == StripsConfig(4, 1, 4, 4, 3)
+    assert configs.packed_config(3, 10, 10, False) is None
+    assert configs.packed_config(4, 7, 8, False) is None
+    assert configs.packed_config(100, 100, 100, False) == PackedConfig(2, 5, 4, 4, 1)
+    assert configs.packed_config(64, 32, 32, False) == PackedConfig(8, 1, 4, 4, 1)
+    assert configs.packed_config(64, 32, 32, False, groups=4) == PackedConfig(4, 1, 4, 4, 3)
     # a group of 104 features is no whole sectors, which matters where groups lie side by side
     for order, parts in (("tokens", (2, 2)), ("groups", (1, 4))):
-        made = configs.strips_config(16, 104, 104, False, order=order)
+        made = configs.packed_config(16, 104, 104, False, order=order)
         assert made is not None
         assert (made.groups, made.parts) == parts
-    assert configs.strips_config(100, 100, 100, False, groups=8) is None
+    assert configs.packed_config(100, 100, 100, False, groups=8) is None
 
 
 def test_weights_are_staged_where_there_is_room() -> None:
-    def finished(side: int, k: int, n: int, order: str = "tokens", **how: bool) -> StripsConfig:
-        config = configs.strips_config(side, k, n, False, order=order)
+    def finished(side: int, k: int, n: int, order: str = "tokens", **how: bool) -> PackedConfig:
+        config = configs.packed_config(side, k, n, False, order=order)
         assert config is not None
         return configs.finished(config, k, n, False, order=order, **how)
 
-    assert finished(100, 100, 100) == StripsConfig(2, 5, 4, 4, 1, 2 * 20000, True)
-    assert finished(16, 100, 100, "groups") == StripsConfig(2, 5, 4, 4, 1, 20000, True)
-    assert finished(100, 100, 100, aligned=False) == StripsConfig(2, 5, 4, 4, 1, 0, True)
-    assert finished(100, 100, 200) == StripsConfig(2, 7, 4, 3, 1, 80000, True)  # one y less
-    assert finished(64, 64, 64) == StripsConfig(4, 1, 3, 3, 2)  # no room, no registers
+    assert finished(100, 100, 100) == PackedConfig(2, 5, 4, 4, 1, 2 * 20000, True)
+    assert finished(16, 100, 100, "groups") == PackedConfig(2, 5, 4, 4, 1, 20000, True)
+    assert finished(100, 100, 100, aligned=False) == PackedConfig(2, 5, 4, 4, 1, 0, True)
+    assert finished(100, 100, 200) == PackedConfig(2, 7, 4, 3, 1, 80000, True)  # one y less
+    assert finished(64, 64, 64) == PackedConfig(4, 1, 3, 3, 2)  # no room, no registers
     for sign_mask in (False, True):
         for features in range(8, 132, 4):
-            made = configs.strips_config(32, features, features, False, sign_mask)
+            made = configs.packed_config(32, features, features, False, sign_mask)
             if made is not None:
                 made = configs.finished(made, features, features, False, sign_mask)
                 assert configs.fits(made, features, features, False, sign_mask)
@@ -227,7 +227,7 @@ def test_weights_are_staged_where_there_is_room() -> None:
 @pytest.mark.parametrize("sign_mask", [False, True])
 def test_what_is_mixed_does_not_spill(sign_mask: bool) -> None:
     for features in (32, 40, 48, 56, 72, 80, 100, 112, 120, 128):
-        config = configs.strips_config(32, features, features, False, sign_mask)
+        config = configs.packed_config(32, features, features, False, sign_mask)
         assert config is not None
         config = configs.finished(config, features, features, False, sign_mask)
         assert config.mixed, features
@@ -308,7 +308,7 @@ def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
     groups, k, n = sizes
     for activation, dtype in (("relu", torch.bfloat16), ("gelu", torch.float16)):
         save = activation_of(activation).saved == "pre"
-        config = configs.strips_config(groups, k, n, save)
+        config = configs.packed_config(groups, k, n, save)
         assert config is not None
         config = configs.finished(config, k, n, save)
         text = packed_groups.source(dtype, k, n, activation, True, save, config)
@@ -317,7 +317,7 @@ def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
         check_registers(config, kernel.registers)
 
 
-def check_registers(config: StripsConfig, registers: int) -> None:
+def check_registers(config: PackedConfig, registers: int) -> None:
     if configs.service_warps(config) > 2:  # else the warps that compute would wait for ever
         assert registers == configs.limit(config)[1]
 
@@ -335,7 +335,7 @@ def test_compiles_for_groups_first() -> None:
     for sizes in SIZES:
         _, k, n = sizes
         for m in (4096, 4098):
-            config = configs.strips_config(side_by_side("groups", m, 8), k, n, False)
+            config = configs.packed_config(side_by_side("groups", m, 8), k, n, False)
             if config is None:
                 continue
             config = configs.finished(config, k, n, False, order="groups")
@@ -348,7 +348,7 @@ def test_compiles_for_groups_first() -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_compiles_for_every_activation(activation: str) -> None:
     save = activation_of(activation).saved == "pre"
-    config = configs.strips_config(100, 100, 100, save)
+    config = configs.packed_config(100, 100, 100, save)
     assert config is not None
     config = configs.finished(config, 100, 100, save)
     text = packed_groups.source(torch.bfloat16, 100, 100, activation, False, save, config)

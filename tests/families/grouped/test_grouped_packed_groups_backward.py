@@ -17,7 +17,7 @@ from fastlinear.families.grouped import layout as layouts
 from fastlinear.families.grouped import reference
 from fastlinear.families.grouped.cuda import packed_groups_backward, packed_groups_tiles
 from fastlinear.families.grouped.cuda import packed_groups_backward_config as configs
-from fastlinear.families.grouped.cuda.packed_groups_backward_config import StripsBackwardConfig
+from fastlinear.families.grouped.cuda.packed_groups_backward_config import PackedBackwardConfig
 from fastlinear.families.grouped.cuda.packed_groups_tiles import (
     EXACTLY,
     Split,
@@ -38,14 +38,14 @@ SIZES = (
     *((8, 20, 36), (8, 50, 26), (8, 24, 40), (3, 48, 8), (6, 80, 112)),
 )
 CONFIGS = (
-    ((8, 100, 100), StripsBackwardConfig(2, 4, 2, 3, 3)),
-    ((8, 64, 64), StripsBackwardConfig(4, 4, 2, 3, 1)),
-    ((8, 64, 64), StripsBackwardConfig(2, 2, 1, 3, 2, 2)),
-    ((16, 32, 32), StripsBackwardConfig(8, 2, 1, 2, 2)),
-    ((16, 32, 32), StripsBackwardConfig(4, 1, 1, 3, 2, 2)),
-    ((8, 80, 80), StripsBackwardConfig(2, 4, 2, 3, 2)),
-    ((6, 112, 112), StripsBackwardConfig(1, 4, 2, 3, 2)),
-    ((8, 36, 36), StripsBackwardConfig(4, 1, 1, 2, 4, 2)),
+    ((8, 100, 100), PackedBackwardConfig(2, 4, 2, 3, 3)),
+    ((8, 64, 64), PackedBackwardConfig(4, 4, 2, 3, 1)),
+    ((8, 64, 64), PackedBackwardConfig(2, 2, 1, 3, 2, 2)),
+    ((16, 32, 32), PackedBackwardConfig(8, 2, 1, 2, 2)),
+    ((16, 32, 32), PackedBackwardConfig(4, 1, 1, 3, 2, 2)),
+    ((8, 80, 80), PackedBackwardConfig(2, 4, 2, 3, 2)),
+    ((6, 112, 112), PackedBackwardConfig(1, 4, 2, 3, 2)),
+    ((8, 36, 36), PackedBackwardConfig(4, 1, 1, 2, 4, 2)),
 )
 
 
@@ -75,7 +75,7 @@ def check(
     given: tuple[Tensor, Tensor | None, Tensor, Tensor],
     activation: str,
     needs: Needs = ALL,
-    config: StripsBackwardConfig | None = None,
+    config: PackedBackwardConfig | None = None,
     order: str = "tokens",
 ) -> None:
     torch.full((1 << 22,), float("nan"), device="cuda")  # what new memory holds
@@ -113,7 +113,7 @@ class TestOnHopper:
 
     @pytest.mark.parametrize(("sizes", "config"), CONFIGS, ids=str)
     def test_configurations(
-        self, sizes: tuple[int, int, int], config: StripsBackwardConfig
+        self, sizes: tuple[int, int, int], config: PackedBackwardConfig
     ) -> None:
         check(drawn(700, *sizes, "relu"), "relu", ALL, config)
 
@@ -140,7 +140,7 @@ class TestOnHopper:
     def test_staged_changes_no_bit(self, order: str) -> None:
         for sizes in ((800, 100, 100), (96, 128, 128)):
             given = drawn(96, *sizes, "relu", order=order)
-            base = configs.strips_backward_config(16, *sizes[1:], order=order)
+            base = configs.packed_backward_config(16, *sizes[1:], order=order)
             assert base is not None
             size = weight_bytes(order, base.groups, *sizes[1:])
             found = [
@@ -210,28 +210,28 @@ class TestOnHopper:
 def test_configurations_fit_the_chip() -> None:
     for groups, k, n in SIZES:
         for saved, needs in itertools.product((False, True), NEEDS):
-            config = configs.strips_backward_config(groups, k, n, saved, needs)
+            config = configs.packed_backward_config(groups, k, n, saved, needs)
             assert config is not None
             assert configs.reason_against(config, groups, k, n) is None
             assert configs.fits(config, k, n, saved, needs)
             assert config.stages >= 2
-    made = configs.strips_backward_config(64, 64, 64)
-    assert made == StripsBackwardConfig(2, 2, 2, 2, 2, 2)
-    assert configs.strips_backward_config(100, 100, 100) == StripsBackwardConfig(2, 4, 2, 3, 2)
+    made = configs.packed_backward_config(64, 64, 64)
+    assert made == PackedBackwardConfig(2, 2, 2, 2, 2, 2)
+    assert configs.packed_backward_config(100, 100, 100) == PackedBackwardConfig(2, 4, 2, 3, 2)
     # 60 features: two groups are no whole sectors, which matters where groups lie side by side
     for order, config in (("tokens", (4, 2, 2, 4, 4, 1)), ("groups", (2, 2, 2, 3, 2, 2))):
-        made = configs.strips_backward_config(16, 60, 60, False, order=order)
-        assert made == StripsBackwardConfig(*config)
-    assert configs.strips_backward_config(3, 10, 10) is None
-    assert configs.strips_backward_config(4, 7, 8) is None
-    assert configs.strips_backward_config(4, 136, 64) is None
+        made = configs.packed_backward_config(16, 60, 60, False, order=order)
+        assert made == PackedBackwardConfig(*config)
+    assert configs.packed_backward_config(3, 10, 10) is None
+    assert configs.packed_backward_config(4, 7, 8) is None
+    assert configs.packed_backward_config(4, 136, 64) is None
 
 
 def test_weights_are_staged_where_that_pays_and_fits() -> None:
     def finished(
         k: int, needs: Needs = ALL, order: str = "tokens", aligned: bool = True
-    ) -> StripsBackwardConfig:
-        config = configs.strips_backward_config(16, k, k, True, needs, order=order)
+    ) -> PackedBackwardConfig:
+        config = configs.packed_backward_config(16, k, k, True, needs, order=order)
         assert config is not None
         return configs.finished(config, k, k, True, needs, order=order, aligned=aligned)
 
@@ -241,7 +241,7 @@ def test_weights_are_staged_where_that_pays_and_fits() -> None:
     assert finished(100, (False, True, True)).staged == 0  # W is not read
     assert finished(40).staged == 0  # loses
     for features in range(8, 132, 4):
-        made = configs.strips_backward_config(16, features, features, False)
+        made = configs.packed_backward_config(16, features, features, False)
         if made is not None:
             made = configs.finished(made, features, features, False, ALL)
             assert configs.fits(made, features, features, False, ALL)
@@ -302,7 +302,7 @@ def test_reasons_are_given() -> None:
 def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
     for activation in ("relu", "none", "gelu", "silu"):
         groups, k, n = sizes
-        config = configs.strips_backward_config(groups, k, n, activation != "none")
+        config = configs.packed_backward_config(groups, k, n, activation != "none")
         assert config is not None
         config = configs.finished(config, k, n, activation != "none", ALL)
         text = packed_groups_backward.source(torch.bfloat16, k, n, activation, ALL, config)
@@ -318,7 +318,7 @@ def test_compiles_for_groups_first(sizes: tuple[int, int, int]) -> None:
     _, k, n = sizes
     for activation in ("relu", "none"):
         side = side_by_side("groups", 4096, 8)
-        config = configs.strips_backward_config(side, k, n, activation != "none")
+        config = configs.packed_backward_config(side, k, n, activation != "none")
         assert config is not None
         config = configs.finished(config, k, n, activation != "none", ALL, order="groups")
         text = packed_groups_backward.source(torch.bfloat16, k, n, activation, ALL, config, True)
@@ -330,7 +330,7 @@ def test_compiles_for_groups_first(sizes: tuple[int, int, int]) -> None:
 
 def test_compiles_for_other_needs_and_numbers() -> None:
     for needs in NEEDS[1:]:
-        config = configs.strips_backward_config(8, 100, 100, True, needs)
+        config = configs.packed_backward_config(8, 100, 100, True, needs)
         assert config is not None
         text = packed_groups_backward.source(torch.float16, 100, 100, "tanh", needs, config)
         assert (

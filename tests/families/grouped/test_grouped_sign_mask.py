@@ -119,16 +119,16 @@ def test_where_they_are_kept() -> None:
 
 def test_configurations_fit_the_chip() -> None:
     for groups, k, n in SIZES:
-        first = packed_groups_config.strips_config(groups, k, n, False, sign_mask=True)
-        second = packed_groups_backward_config.strips_backward_config(groups, k, n, sign_mask=True)
+        first = packed_groups_config.packed_config(groups, k, n, False, sign_mask=True)
+        second = packed_groups_backward_config.packed_backward_config(groups, k, n, sign_mask=True)
         assert first is not None
         assert second is not None
         assert packed_groups_config.fits(first, k, n, False, sign_mask=True)
         assert packed_groups_backward_config.fits(second, k, n, True, ALL, sign_mask=True)
     # the same warps as without signs, in the room of what was saved more tiles
-    config = packed_groups_backward_config.StripsBackwardConfig(2, 4, 2, 4, 2)
+    config = packed_groups_backward_config.PackedBackwardConfig(2, 4, 2, 4, 2)
     assert (
-        packed_groups_backward_config.strips_backward_config(100, 100, 100, sign_mask=True)
+        packed_groups_backward_config.packed_backward_config(100, 100, 100, sign_mask=True)
         == config
     )
 
@@ -138,8 +138,8 @@ def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
     groups, k, n = sizes
     for shared, activation in itertools.product((False, True), sign_mask.ACTIVATIONS):
         side = 16 if shared else groups
-        first = packed_groups_config.strips_config(side, k, n, False, sign_mask=True)
-        second = packed_groups_backward_config.strips_backward_config(side, k, n, sign_mask=True)
+        first = packed_groups_config.packed_config(side, k, n, False, sign_mask=True)
+        second = packed_groups_backward_config.packed_backward_config(side, k, n, sign_mask=True)
         assert first is not None
         assert second is not None
         dtype = torch.float16 if activation == "relu" and shared else torch.bfloat16

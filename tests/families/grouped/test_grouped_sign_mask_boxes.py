@@ -16,7 +16,7 @@ from fastlinear.families.grouped import layout as layouts
 from fastlinear.families.grouped import reference, sign_mask
 from fastlinear.families.grouped.autograd import Formula, GroupedLinear
 from fastlinear.families.grouped.cuda import weight_stationary, wide_backward
-from fastlinear.families.grouped.cuda.weight_stationary_config import resident_config
+from fastlinear.families.grouped.cuda.weight_stationary_config import stationary_config
 from fastlinear.families.grouped.cuda.wide_backward_config import (
     fits,
     shared_bytes,
@@ -87,7 +87,7 @@ def test_where_they_are_kept() -> None:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
     _, k, n = sizes
-    first = resident_config(k, n)
+    first = stationary_config(k, n)
     second = wide_backward_config(k, n, False, ALL, True)
     assert first is not None
     assert second is not None

@@ -124,7 +124,9 @@ def signs_kernel(
     return run
 
 
-def resident_kernel(x: Any, weight: Any, bias: Any, activation: str, save: bool, order: str) -> Any:
+def stationary_kernel(
+    x: Any, weight: Any, bias: Any, activation: str, save: bool, order: str
+) -> Any:
     strip = forward_kernel(x, weight, bias, activation, save, order)
 
     def run(*a: Any) -> None:
@@ -134,7 +136,7 @@ def resident_kernel(x: Any, weight: Any, bias: Any, activation: str, save: bool,
     return run
 
 
-def resident_signs_kernel(x: Any, weight: Any, bias: Any, *how: Any) -> Any:
+def stationary_signs_kernel(x: Any, weight: Any, bias: Any, *how: Any) -> Any:
     strip = signs_kernel(x, weight, bias, *how, ("weight_stationary", "wide"))
 
     def run(*a: Any) -> None:
@@ -209,15 +211,15 @@ def _stood_in(_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(module, name, Stood)
 
-    stand(packed_groups, "Strips", lambda _, given: [forward_kernel(*given[:6])])
-    stand(packed_groups, "StripsWithSignMask", lambda _, given: [signs_kernel(*given[:6])])
-    stand(weight_stationary, "Resident", lambda _, given: [resident_kernel(*given[:6])])
+    stand(packed_groups, "Packed", lambda _, given: [forward_kernel(*given[:6])])
+    stand(packed_groups, "PackedWithSignMask", lambda _, given: [signs_kernel(*given[:6])])
+    stand(weight_stationary, "Stationary", lambda _, given: [stationary_kernel(*given[:6])])
     stand(
         weight_stationary,
-        "ResidentWithSignMask",
-        lambda _, given: [resident_signs_kernel(*given[:6])],
+        "StationaryWithSignMask",
+        lambda _, given: [stationary_signs_kernel(*given[:6])],
     )
-    stand(packed_groups_backward, "StripsBackward", partial(backward_kernels, wide=False))
+    stand(packed_groups_backward, "PackedBackward", partial(backward_kernels, wide=False))
     stand(wide_backward, "WideBackward", partial(backward_kernels, wide=True))
     for module in (one_launch, one_pass):
         monkeypatch.setattr(module, "_plans", Plans())
@@ -244,7 +246,7 @@ BF16: dict[str, Any] = {"dtype": torch.bfloat16}
 @pytest.mark.usefixtures("_stood_in")
 @pytest.mark.parametrize("activation", ["none", "relu", "silu"])
 @pytest.mark.parametrize("layout", ["... (g k)", "... g k", "g ... k"])
-def test_strips(layout: str, activation: str) -> None:
+def test_packed_groups(layout: str, activation: str) -> None:
     for bias, tokens in itertools.product((True, False), ((2, 16), (5, 160))):
         given = draw(layout, (4, 100, 52), tokens, bias=bias, **BF16)
         Way(formula_of("packed_groups", "packed_groups", activation, layout), given).compare(given)
@@ -257,7 +259,7 @@ def test_strips(layout: str, activation: str) -> None:
 @pytest.mark.usefixtures("_stood_in")
 @pytest.mark.parametrize("activation", ["relu", "leaky_relu"])
 @pytest.mark.parametrize("layout", ["... (g k)", "... g k", "g ... k"])
-def test_strips_keep_signs(layout: str, activation: str) -> None:
+def test_packed_groups_keep_signs(layout: str, activation: str) -> None:
     for bias, tokens in itertools.product((True, False), ((2, 16), (5, 160))):
         given: list[Any] = draw(layout, (4, 100, 52), tokens, bias=bias, **BF16)
         compare_sign_mask(given, ("packed_groups", "packed_groups"), activation, layout)
@@ -266,7 +268,7 @@ def test_strips_keep_signs(layout: str, activation: str) -> None:
 @pytest.mark.usefixtures("_stood_in")
 @pytest.mark.parametrize("activation", ["relu", "leaky_relu"])
 @pytest.mark.parametrize("layout", ["... (g k)", "g ... k", "b (g k) ..."])
-def test_resident_keeps_signs(layout: str, activation: str) -> None:
+def test_stationary_weights_keep_signs(layout: str, activation: str) -> None:
     for bias, tokens in itertools.product((True, False), ((2, 16), (5, 160))):
         given: list[Any] = draw(layout, (2, 144, 200), tokens, bias=bias, **BF16)
         compare_sign_mask(given, ("weight_stationary", "wide"), activation, layout)
@@ -324,7 +326,7 @@ def ways_of_torch(given: list[Any], dy: Tensor) -> Any:
 @pytest.mark.usefixtures("_stood_in")
 @pytest.mark.parametrize("activation", ["none", "relu", "silu"])
 @pytest.mark.parametrize("layout", ["... (g k)", "... g k", "g ... k", "b (g k) ...", "b g k ..."])
-def test_resident_weights(layout: str, activation: str) -> None:
+def test_stationary_weights(layout: str, activation: str) -> None:
     rows = ((2, 16), (5, 40)) if layout.startswith("b") else ((2, 16), (5, 33))
     for bias, tokens in itertools.product((True, False), rows):
         given = draw(layout, (3, 136, 200), tokens, bias=bias, **BF16)

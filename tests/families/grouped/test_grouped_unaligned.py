@@ -225,7 +225,7 @@ def test_offsets_that_kernels_cannot_count_are_refused() -> None:
 @pytest.mark.parametrize("sizes", [BOTH[0], BOTH[2], BOTH[4], BOTH[7], BOTH[11]], ids=str)
 def test_compiles_without_spilling(sizes: tuple[int, int, int], order: str) -> None:
     _, k, n = sizes
-    config = weight_stationary_config.resident_config(k, n)
+    config = weight_stationary_config.stationary_config(k, n)
     assert config is not None
     for activation, dtype in (("relu", torch.bfloat16), ("gelu", torch.float16)):
         act = activation_of(activation)

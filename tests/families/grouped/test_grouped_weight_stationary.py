@@ -19,9 +19,9 @@ from fastlinear.families.grouped import reference
 from fastlinear.families.grouped.cuda import group_map, weight_stationary
 from fastlinear.families.grouped.cuda import weight_stationary_config as configs
 from fastlinear.families.grouped.cuda.weight_stationary_config import (
-    ResidentConfig,
+    StationaryConfig,
     blocks_of,
-    resident_config,
+    stationary_config,
 )
 from fastlinear.families.grouped.problem import problem
 from fastlinear.kernels.cuda.hopper import SHARED_LIMIT
@@ -55,7 +55,7 @@ def check(
     weight: Tensor,
     bias: Tensor | None,
     activation: str,
-    config: ResidentConfig | None = None,
+    config: StationaryConfig | None = None,
     save: bool | None = None,
     order: str = "tokens",
 ) -> None:
@@ -110,7 +110,7 @@ class TestOnHopper:
     @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[5], SIZES[11]], ids=str)
     def test_configurations(self, sizes: tuple[int, int, int], order: str) -> None:
         given = drawn(704, sizes, order=order)
-        config = resident_config(*sizes[1:])
+        config = stationary_config(*sizes[1:])
         assert config is not None
         for stages, outs, weights in ((4, 1, 1), (5, 2, 1), (4, 3, 1), (7, 2, 2), (7, 1, 2)):
             other = replace(config, stages=stages, outs=outs, weights=weights)
@@ -168,7 +168,7 @@ class TestOnHopper:
 def test_configurations_fit_the_chip_and_cover_all_outputs() -> None:
     for k in range(64, 1100, 8):
         for n in range(64, 1100, 8):
-            config = resident_config(k, n)
+            config = stationary_config(k, n)
             if config is None:
                 continue
             parts = -(-n // config.outputs)
@@ -176,11 +176,11 @@ def test_configurations_fit_the_chip_and_cover_all_outputs() -> None:
             assert parts <= 4
             assert (parts - 1) * config.outputs < n <= parts * config.outputs
             assert config.stages >= 4
-    assert resident_config(256, 256) == ResidentConfig(256, 6, 3, 1)
-    assert resident_config(128, 128) == ResidentConfig(128, 12, 4, 2)
-    assert resident_config(1024, 64) == ResidentConfig(64, 6, 3, 1)
+    assert stationary_config(256, 256) == StationaryConfig(256, 6, 3, 1)
+    assert stationary_config(128, 128) == StationaryConfig(128, 12, 4, 2)
+    assert stationary_config(1024, 64) == StationaryConfig(64, 6, 3, 1)
     for k, n in ((32, 256), (256, 56), (99, 100), (100, 99), (256, 1032), (1088, 64)):
-        assert resident_config(k, n) is None
+        assert stationary_config(k, n) is None
 
 
 def test_blocks_walk_together_where_that_keeps_the_chip_busy() -> None:
@@ -253,7 +253,7 @@ def test_reasons_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
     _, k, n = sizes
-    config = resident_config(k, n)
+    config = stationary_config(k, n)
     assert config is not None
     for activation, dtype in (("relu", torch.bfloat16), ("gelu", torch.float16)):
         save = activation_of(activation).saved == "pre"
@@ -265,7 +265,7 @@ def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_compiles_for_every_activation(activation: str) -> None:
-    config = resident_config(256, 256)
+    config = stationary_config(256, 256)
     assert config is not None
     save = activation_of(activation).saved == "pre"
     for channels in (False, True):

@@ -47,19 +47,19 @@ def prefer(p: Problem) -> tuple[str, ...]:
         return _prefer_backward(p)
     if _worth_words(p):
         return ("weight_stationary", "triton", "eager")
-    if _worth_strips(p) or _keeps_sign_mask(p):
+    if _worth_packing(p) or _keeps_sign_mask(p):
         return ("packed_groups", "triton", "eager")
     widest, least = max(p.dim("K"), p.dim("N")), min(p.dim("K"), p.dim("N"))
     if widest <= 128 and (least <= 112 or p.dtype == "float32"):
         return ("triton", "eager")
-    config = weight_stationary_config.resident_config(p.dim("K"), p.dim("N"))
+    config = weight_stationary_config.stationary_config(p.dim("K"), p.dim("N"))
     if config is not None and p.dim("M") * p.dim("G") <= _FEW_TOKENS:
         return ("triton", "eager")
     whole = not (p.dim("K") % 8 or p.dim("N") % 8)
     first = (
         ("weight_stationary",) if config is not None and whole and _worth_keeping(p, config) else ()
     )
-    if config is not None and _worth_wide_strips(p, config):
+    if config is not None and _worth_wide_packing(p, config):
         first = ("packed_groups", *first)
     return (*first, *(("wide",) if _fills_wide(p) else ()), "triton", "eager")
 
@@ -74,9 +74,9 @@ def _prefer_backward(p: Problem) -> tuple[str, ...]:
         # PyTorch's batched product adds up a group's tokens one by one: of 1024 and more dW is less
         # exact than a loop's by more than the rule allows, whatever the size of the groups
         ours = m >= 512 if copies else max(k, n) <= 32 or m >= _TOKENS_ONE_BY_ONE
-        first = ("packed_groups",) if hopper and _fills_strips_of_float32(p) else ()
+        first = ("packed_groups",) if hopper and _fills_packed_float32(p) else ()
         return (*first, *(("triton", "eager") if ours else ("eager",)))
-    if one_pass and _worth_strips_backward(p):
+    if one_pass and _worth_packing_backward(p):
         return ("packed_groups", "triton", "eager")
     if one_pass:
         return ("triton", "eager")
@@ -128,7 +128,7 @@ def _pytorch_derives_sooner(p: Problem) -> bool:
     return tokens < 3 << 12 and groups <= 16
 
 
-def _worth_strips(p: Problem) -> bool:
+def _worth_packing(p: Problem) -> bool:
     """Whether ``packed_groups`` is the faster forward of many tokens: Triton's tiles are powers of
     two, and its loads wait for each other where rows do not begin at 16 bytes."""
     k, n, tokens = p.dim("K"), p.dim("N"), p.dim("M") * p.dim("G")
@@ -141,7 +141,7 @@ def _worth_strips(p: Problem) -> bool:
         return odd and tokens >= 3 << 12
     padded = triton_config.padded(k) * triton_config.padded(n) > k * n
     worth = padded or max(k, n) < 32
-    return tokens >= _least_tokens(k, n, 3 << 13, 3 << 14) and worth and _fills_strips(p)
+    return tokens >= _least_tokens(k, n, 3 << 13, 3 << 14) and worth and _fills_packed(p)
 
 
 def _worth_words(p: Problem) -> bool:
@@ -155,7 +155,7 @@ def _worth_words(p: Problem) -> bool:
     k, n, m = p.dim("K"), p.dim("N"), p.dim("M")
     if p.dtype == "float32" or not (k % 8 or n % 8) or not 128 < max(k, n) <= _MOST_BY_WORDS:
         return False
-    config = weight_stationary_config.resident_config(k, n)
+    config = weight_stationary_config.stationary_config(k, n)
     if config is None or m < _LEAST_BY_WORDS or not _fills_boxes(p):
         return False
     if m * p.dim("G") <= _FEW_TOKENS:
@@ -166,7 +166,7 @@ def _worth_words(p: Problem) -> bool:
     if min(k, n) > 128 or (keeps and n > 192 and p.option("order") == "groups"):
         return True
     side = packed_groups_tiles.side_by_side(p.option("order"), m, p.dim("G"))
-    return k > 128 and packed_groups_config.strips_config(side, k, n, False) is None
+    return k > 128 and packed_groups_config.packed_config(side, k, n, False) is None
 
 
 def _worth_words_backward(p: Problem) -> bool:
@@ -187,7 +187,7 @@ def _worth_words_backward(p: Problem) -> bool:
     return (m > 1024 or min(k, n) <= 192) and not (k <= 128 and n > 192)
 
 
-def _worth_wide_strips(p: Problem, config: weight_stationary_config.ResidentConfig) -> bool:
+def _worth_wide_packing(p: Problem, config: weight_stationary_config.StationaryConfig) -> bool:
     """Whether ``packed_groups`` is the faster forward of what ``weight_stationary`` could hold:
     where that one's blocks do not divide evenly among groups, the more where rows do not begin at
     whole sectors.
@@ -208,16 +208,16 @@ def _least_tokens(k: int, n: int, wide: int, narrow: int) -> int:
     return narrow if max(k, n) <= 32 else wide
 
 
-def _worth_strips_backward(p: Problem) -> bool:
+def _worth_packing_backward(p: Problem) -> bool:
     """Whether ``packed_groups`` is the faster backward of 16-bit numbers of up to 128 features:
     where an activation gives ``triton`` a launch more sooner than where none does."""
     k, n, tokens = p.dim("K"), p.dim("N"), p.dim("M") * p.dim("G")
     activation = p.option("activation")
     if activation == "none":
         filled = min(k, n) >= 64 and triton_config.padded(k) * triton_config.padded(n) == k * n
-        return tokens >= 1 << 17 and not filled and _fills_strips(p)
+        return tokens >= 1 << 17 and not filled and _fills_packed(p)
     least = (3 << 13, 3 << 15) if activation in ACTIVATIONS else (1 << 15, 3 << 14)
-    return tokens >= _least_tokens(k, n, *least) and _fills_strips(p)
+    return tokens >= _least_tokens(k, n, *least) and _fills_packed(p)
 
 
 def _keeps_sign_mask(p: Problem) -> bool:
@@ -228,21 +228,21 @@ def _keeps_sign_mask(p: Problem) -> bool:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return False
     sizes = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
-    return _worth_strips_backward(p) and has_place(p.option("order"), *sizes)
+    return _worth_packing_backward(p) and has_place(p.option("order"), *sizes)
 
 
-def _fills_strips(p: Problem) -> bool:
+def _fills_packed(p: Problem) -> bool:
     """Whether groups of 16-bit numbers lie side by side so that a strip of them is ``_LEAST_STRIP``
     bytes wide, or of as many groups as the kernels take."""
     side = packed_groups_tiles.side_by_side(p.option("order"), p.dim("M"), p.dim("G"))
     k, n = p.dim("K"), p.dim("N")
-    if packed_groups_config.strips_config(side, k, n, True) is None:
+    if packed_groups_config.packed_config(side, k, n, True) is None:
         return False
     groups = packed_groups_config.widest(side, k, n)
     return 2 * groups * max(k, n) >= _LEAST_STRIP or groups == 8
 
 
-def _fills_strips_of_float32(p: Problem) -> bool:
+def _fills_packed_float32(p: Problem) -> bool:
     """Whether the backward of float32 strips is served, with tiles for all teams of its blocks."""
     if packed_groups_backward.reason_not(p) is not None:
         return False
@@ -260,7 +260,7 @@ def _fills_wide(p: Problem) -> bool:
     return p.option("order") == "tokens" and p.dim("K") > 128 and tiles >= 128
 
 
-def _worth_keeping(p: Problem, config: weight_stationary_config.ResidentConfig) -> bool:
+def _worth_keeping(p: Problem, config: weight_stationary_config.StationaryConfig) -> bool:
     """Whether most of what ``weight_stationary`` multiplies are numbers of the group, and x is read
     for more than a few outputs at a time."""
     k, n = p.dim("K"), p.dim("N")

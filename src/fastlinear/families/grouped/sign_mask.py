@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fastlinear.families.grouped import layout as layouts
-from fastlinear.families.grouped.cuda.packed_groups_backward_config import strips_backward_config
-from fastlinear.families.grouped.cuda.packed_groups_config import strips_config
+from fastlinear.families.grouped.cuda.packed_groups_backward_config import packed_backward_config
+from fastlinear.families.grouped.cuda.packed_groups_config import packed_config
 from fastlinear.families.grouped.cuda.packed_groups_tiles import ROWS, SIZE, side_by_side
 from fastlinear.families.grouped.triton import config, tensors
 
@@ -228,11 +228,11 @@ def has_place(order: str, m: int, groups: int, k: int, n: int) -> bool:
 def _rows_of(order: str, m: int, groups: int, k: int, n: int) -> int | None:
     """Tokens of a row, as ``Place.p``; None where a direction has no configuration for it."""
     side = side_by_side(order, m, groups)
-    backward = strips_backward_config(side, k, n, sign_mask=True, order=order)
+    backward = packed_backward_config(side, k, n, sign_mask=True, order=order)
     if backward is None:
         return None
     together = backward.groups if order == "groups" else None
-    if strips_config(side, k, n, False, sign_mask=True, groups=together, order=order) is None:
+    if packed_config(side, k, n, False, sign_mask=True, groups=together, order=order) is None:
         return None
     return together or 1
 

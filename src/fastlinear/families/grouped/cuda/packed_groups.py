@@ -21,12 +21,12 @@ from fastlinear.families.grouped.cuda import packed_groups_float32 as float32
 from fastlinear.families.grouped.cuda import packed_groups_tiles
 from fastlinear.families.grouped.cuda.one_launch import OneLaunch, results
 from fastlinear.families.grouped.cuda.packed_groups_config import (
-    StripsConfig,
+    PackedConfig,
     finished,
     limit,
+    packed_config,
     service_warps,
     shared_bytes,
-    strips_config,
 )
 from fastlinear.families.grouped.cuda.packed_groups_float32 import Float32Config
 from fastlinear.families.grouped.cuda.packed_groups_tiles import (
@@ -58,7 +58,7 @@ def source(
     activation: str,
     has_bias: bool,
     save_pre: bool,
-    config: StripsConfig,
+    config: PackedConfig,
     shared: bool = False,
     sign_mask: bool = False,
 ) -> str:
@@ -96,7 +96,7 @@ def _kernel(
     activation: str,
     has_bias: bool,
     save_pre: bool,
-    config: StripsConfig | Float32Config,
+    config: PackedConfig | Float32Config,
     shared: bool,
     sign_mask: bool,
     device: int,
@@ -113,14 +113,14 @@ def _kernel(
 
 def _config(
     x: Tensor, weight: Tensor, order: str, save_pre: bool, sign_mask: AnyPlace | None
-) -> StripsConfig | Float32Config | None:
+) -> PackedConfig | Float32Config | None:
     _, m, groups, k = x.shape
     n = weight.shape[1]
     if x.dtype is torch.float32:
         return float32.float32_config(k, n, save_pre)
     together = sign_mask.p if isinstance(sign_mask, Place) and order == "groups" else None
     side = side_by_side(order, m, groups)
-    config = strips_config(side, k, n, save_pre, sign_mask is not None, together, order)
+    config = packed_config(side, k, n, save_pre, sign_mask is not None, together, order)
     if config is None:
         return None
     size = config.blocks * tile_bytes(config.groups * k)
@@ -140,7 +140,7 @@ def reason_not(p: Problem) -> str | None:
     served = (
         float32.float32_config(k, n, True)
         if p.dtype == "float32"
-        else strips_config(
+        else packed_config(
             side_by_side(p.option("order"), m, groups), k, n, True, order=p.option("order")
         )
     )
@@ -167,7 +167,7 @@ def forward(
     save_pre: bool,
     order: str,
     *,
-    config: StripsConfig | Float32Config | None = None,
+    config: PackedConfig | Float32Config | None = None,
     sign_mask: Place | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(x_g W_gᵀ + b_g) in one kernel, float32 accumulation, deterministic.
@@ -180,7 +180,7 @@ def forward(
         activation: name of the activation.
         save_pre: also return the pre-activation.
         order: how the results lie in memory, a name in ``layout.ORDERS``.
-        config: launch configuration; None picks ``strips_config`` or ``float32_config``. One that
+        config: launch configuration; None picks ``packed_config`` or ``float32_config``. One that
             is ``staged`` takes weights at 16 bytes only.
         sign_mask: where the signs of y are, which are then returned in place of the pre-activation.
 
@@ -196,12 +196,12 @@ def forward(
         return y, pre if sign_mask is None else sign_mask.packed(y, activation)
     how = activation, save_pre, order, config
     if sign_mask is None:
-        return results(Strips, x, weight, bias, *how)
+        return results(Packed, x, weight, bias, *how)
     assert sign_mask.p == (config.groups if order == "groups" else 1)
-    return results(StripsWithSignMask, x, weight, bias, *how, sign_mask)
+    return results(PackedWithSignMask, x, weight, bias, *how, sign_mask)
 
 
-class Strips(OneLaunch):
+class Packed(OneLaunch):
     """The launch of ``packed_groups.cu`` or ``packed_groups_float32.cu``."""
 
     MAPS = ("x", "y", "pre")
@@ -216,7 +216,7 @@ class Strips(OneLaunch):
         activation: str,
         save_pre: bool,
         order: str,
-        config: StripsConfig | Float32Config,
+        config: PackedConfig | Float32Config,
     ) -> None:
         super().__init__(ordinal(x))
         _, m, groups, k = x.shape
@@ -240,7 +240,7 @@ class Strips(OneLaunch):
         self._prepare(kernel, config.threads, split.blocks, maps, numbers)
 
 
-class StripsWithSignMask(Strips):
+class PackedWithSignMask(Packed):
     """The same that has the signs of y as a result, 16-bit dtypes only."""
 
     SIGNS = True

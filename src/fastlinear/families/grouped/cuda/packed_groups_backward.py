@@ -19,13 +19,13 @@ from fastlinear.families.grouped.cuda import packed_groups_backward_float32 as f
 from fastlinear.families.grouped.cuda import packed_groups_tiles
 from fastlinear.families.grouped.cuda.one_pass import OnePass, gradients, row_stride
 from fastlinear.families.grouped.cuda.packed_groups_backward_config import (
-    StripsBackwardConfig,
+    PackedBackwardConfig,
     finished,
     limit,
+    packed_backward_config,
     service_warps,
     shared_bytes,
     stage_bytes,
-    strips_backward_config,
 )
 from fastlinear.families.grouped.cuda.packed_groups_backward_float32 import Float32BackwardConfig
 from fastlinear.families.grouped.cuda.packed_groups_tiles import (
@@ -49,7 +49,7 @@ from fastlinear.native import cuda_driver as driver
 
 ARCH = "sm_90a"
 KERNEL, SUMS_KERNEL = "grouped_linear_strips_backward", "grouped_linear_strips_sums"
-Config = StripsBackwardConfig | Float32BackwardConfig
+Config = PackedBackwardConfig | Float32BackwardConfig
 
 
 def source(
@@ -58,7 +58,7 @@ def source(
     n: int,
     activation: str,
     needs: Needs,
-    config: StripsBackwardConfig,
+    config: PackedBackwardConfig,
     shared: bool = False,
     sign_mask: bool = False,
 ) -> str:
@@ -124,7 +124,7 @@ def _config(
     if x.dtype is torch.float32:
         return float32.float32_backward_config(k, n, saved is not None, needs)
     how = saved is not None, needs, is_sign_mask(saved)
-    config = strips_backward_config(side_by_side(order, m, groups), k, n, *how, order)
+    config = packed_backward_config(side_by_side(order, m, groups), k, n, *how, order)
     if config is None:
         return None
     size = config.blocks * stage_bytes(config, k, n, *how)
@@ -146,7 +146,7 @@ def reason_not(p: Problem) -> str | None:
     served = (
         float32.float32_backward_config(k, n)
         if p.dtype == "float32"
-        else strips_backward_config(side, k, n, order=p.option("order"))
+        else packed_backward_config(side, k, n, order=p.option("order"))
     )
     if served is None:
         return packed_groups_tiles.no_strip(p)
@@ -196,7 +196,7 @@ def backward(
         activation: name of the activation.
         needs: which of dx, dW and db are wanted.
         order: how dx lies in memory.
-        config: launch configuration; None picks ``strips_backward_config`` or
+        config: launch configuration; None picks ``packed_backward_config`` or
             ``float32_backward_config``. One that is ``staged`` takes W at 16 bytes only.
 
     Returns:
@@ -217,10 +217,10 @@ def backward(
             saved = place.unpacked(saved, dy.dtype)
         return triton_backward.backward(dy, saved, x, weight, activation, needs, order)
     given = dy, saved, x, weight
-    return gradients(StripsBackward, *given, activation, needs, order, config)
+    return gradients(PackedBackward, *given, activation, needs, order, config)
 
 
-class StripsBackward(OnePass):
+class PackedBackward(OnePass):
     """The launches of ``packed_groups_backward.cu`` or ``packed_groups_backward_float32.cu``."""
 
     MAPS = ("dy", "saved", "x", "dx")

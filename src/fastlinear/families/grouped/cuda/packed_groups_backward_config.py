@@ -49,7 +49,7 @@ _SPARE, _SPARE_SAVED = 4, 6  # registers that must be left, with derivatives
 
 
 @dataclass(frozen=True)
-class StripsBackwardConfig:
+class PackedBackwardConfig:
     """One way to launch the kernel.
 
     Attributes:
@@ -72,7 +72,7 @@ class StripsBackwardConfig:
 
 
 def shared_bytes(
-    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, sign_mask: bool = False
+    config: PackedBackwardConfig, k: int, n: int, saved: bool, needs: Needs, sign_mask: bool = False
 ) -> int:
     """Dynamic shared memory of a block; ``signs``: these alone were saved."""
     stage = stage_bytes(config, k, n, saved, needs, sign_mask)
@@ -83,14 +83,14 @@ def shared_bytes(
 
 
 def stage_bytes(
-    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, sign_mask: bool = False
+    config: PackedBackwardConfig, k: int, n: int, saved: bool, needs: Needs, sign_mask: bool = False
 ) -> int:
     """Of a stage, signs apart."""
     dy, x = (tile_bytes(config.groups * width) for width in (n, k))
     return dy * (2 if saved and not sign_mask else 1) + (x if needs[1] else 0)
 
 
-def registers(config: StripsBackwardConfig, k: int, n: int) -> int:
+def registers(config: PackedBackwardConfig, k: int, n: int) -> int:
     """About how many registers a thread takes."""
     rows, columns = -(-window(config.groups, n) // 8), -(-window(config.groups, k) // 4)
     dw = -(-rows // (config.parts // config.across)) * -(-columns // config.across)
@@ -100,13 +100,13 @@ def registers(config: StripsBackwardConfig, k: int, n: int) -> int:
     return 4 * dw + -(-tiles // config.parts) * (of_tile + 4) + _OTHER_REGISTERS
 
 
-def service_warps(config: StripsBackwardConfig) -> int:
+def service_warps(config: PackedBackwardConfig) -> int:
     """Warps that move tiles: one, or four of which three let the others have their registers."""
     warps = config.groups * config.parts
     return 4 if warps % 4 == 0 and warps > 4 and config.blocks == 1 else 1
 
 
-def limit(config: StripsBackwardConfig) -> tuple[int, int]:
+def limit(config: PackedBackwardConfig) -> tuple[int, int]:
     """Registers of a thread that computes, and at launch."""
     warps, service = config.groups * config.parts, service_warps(config)
     quarter = -(-(warps + service) * config.blocks // 4)  # warps of a part of a multiprocessor
@@ -116,7 +116,7 @@ def limit(config: StripsBackwardConfig) -> tuple[int, int]:
     return (launch * quarter - SERVICE_REGISTERS) // (warps // 4) // 8 * 8, launch
 
 
-def reason_against(config: StripsBackwardConfig, side: int, k: int, n: int) -> str | None:
+def reason_against(config: PackedBackwardConfig, side: int, k: int, n: int) -> str | None:
     """Why such groups cannot be cut in that way, or None."""
     p, parts = config.groups, config.parts
     if k % 2 or n % 2 or side % p or p * k % 8 or p * n % 8:
@@ -133,7 +133,7 @@ def reason_against(config: StripsBackwardConfig, side: int, k: int, n: int) -> s
 
 
 @lru_cache(maxsize=1024)
-def strips_backward_config(
+def packed_backward_config(
     side: int,
     k: int,
     n: int,
@@ -141,7 +141,7 @@ def strips_backward_config(
     needs: Needs = (True, True, True),
     sign_mask: bool = False,
     order: str = "tokens",
-) -> StripsBackwardConfig | None:
+) -> PackedBackwardConfig | None:
     """The configuration for such groups of 16-bit numbers, ``side_by_side`` so many; None where
     none serves. ``signs``: these alone were saved; ``order``: of memory."""
     if max(k, n) > _MOST_FEATURES:
@@ -150,7 +150,7 @@ def strips_backward_config(
     spare = _SPARE_SAVED if saved and not sign_mask else _SPARE
     for whole in (LINE, SECTOR, SIZE) if order == "tokens" else (SIZE,):
         for p, parts, across, blocks, row in first:
-            config = StripsBackwardConfig(p, parts, across, blocks=blocks)
+            config = PackedBackwardConfig(p, parts, across, blocks=blocks)
             if p * k * SIZE % whole or p * n * SIZE % whole:
                 continue
             if (
@@ -164,7 +164,7 @@ def strips_backward_config(
     for least in (_GOOD_WARPS, 1):
         for p in widths:
             for parts, across in _PARTS:
-                config = StripsBackwardConfig(p, parts, across)
+                config = PackedBackwardConfig(p, parts, across)
                 if (
                     p * parts >= least
                     and reason_against(config, side, k, n) is None
@@ -175,7 +175,7 @@ def strips_backward_config(
 
 
 def finished(
-    config: StripsBackwardConfig,
+    config: PackedBackwardConfig,
     k: int,
     n: int,
     saved: bool,
@@ -183,7 +183,7 @@ def finished(
     sign_mask: bool = False,
     order: str = "tokens",
     aligned: bool = True,
-) -> StripsBackwardConfig:
+) -> PackedBackwardConfig:
     """The same, staged where that pays and there is room for W that begins at 16 bytes
     (``aligned``), if need be with a stage less.
 
@@ -201,8 +201,8 @@ def finished(
 
 
 def _with_stages(
-    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, sign_mask: bool
-) -> StripsBackwardConfig | None:
+    config: PackedBackwardConfig, k: int, n: int, saved: bool, needs: Needs, sign_mask: bool
+) -> PackedBackwardConfig | None:
     """As many stages as shared memory holds, and as memory takes at a time.
 
     The groups of a strip drift apart: 4 and more get 4 tiles of dx.
@@ -217,7 +217,7 @@ def _with_stages(
 
 
 def fits(
-    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, sign_mask: bool = False
+    config: PackedBackwardConfig, k: int, n: int, saved: bool, needs: Needs, sign_mask: bool = False
 ) -> bool:
     """Whether a multiprocessor's shared memory holds its blocks."""
     return holds(shared_bytes(config, k, n, saved, needs, sign_mask), config.blocks)

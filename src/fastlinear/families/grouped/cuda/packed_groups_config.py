@@ -40,7 +40,7 @@ chosen before these 5%."""
 
 
 @dataclass(frozen=True)
-class StripsConfig:
+class PackedConfig:
     """One way to launch the kernel.
 
     Attributes:
@@ -67,7 +67,7 @@ class StripsConfig:
 
 
 def shared_bytes(
-    config: StripsConfig, k: int, n: int, save_pre: bool, sign_mask: bool = False
+    config: PackedConfig, k: int, n: int, save_pre: bool, sign_mask: bool = False
 ) -> int:
     """Dynamic shared memory of a block."""
     x, y = (tile_bytes(config.groups * width) for width in (k, n))
@@ -75,24 +75,24 @@ def shared_bytes(
     return room + (config.outs * sign_bytes(config.groups * n) if sign_mask else 0)
 
 
-def fits(config: StripsConfig, k: int, n: int, save_pre: bool, sign_mask: bool = False) -> bool:
+def fits(config: PackedConfig, k: int, n: int, save_pre: bool, sign_mask: bool = False) -> bool:
     """Whether a multiprocessor's shared memory holds its blocks."""
     return holds(shared_bytes(config, k, n, save_pre, sign_mask), config.blocks)
 
 
-def registers(config: StripsConfig, k: int, n: int) -> int:
+def registers(config: PackedConfig, k: int, n: int) -> int:
     """About how many registers a thread takes."""
     steps = -(-window(config.groups, k) // 8)
     return -(-n // (8 * config.parts)) * (2 * steps + 5) + _OTHER_REGISTERS
 
 
-def service_warps(config: StripsConfig) -> int:
+def service_warps(config: PackedConfig) -> int:
     """Warps that move tiles: two, or four that let the others have some of their registers."""
     warps = config.groups * config.parts
     return 4 if warps % 4 == 0 and warps * config.blocks >= 16 else 2
 
 
-def limit(config: StripsConfig) -> tuple[int, int]:
+def limit(config: PackedConfig) -> tuple[int, int]:
     """Registers of a thread that computes, and at launch."""
     warps, service = config.groups * config.parts, service_warps(config)
     quarter = -(-(warps + service) * config.blocks // 4)  # warps of a part of a multiprocessor
@@ -115,7 +115,7 @@ def _sizes(side: int, k: int, n: int) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def strips_config(
+def packed_config(
     side: int,
     k: int,
     n: int,
@@ -123,7 +123,7 @@ def strips_config(
     sign_mask: bool = False,
     groups: int | None = None,
     order: str = "tokens",
-) -> StripsConfig | None:
+) -> PackedConfig | None:
     """The configuration for such groups of 16-bit numbers, ``side_by_side`` so many; None where no
     strip of them fits. ``signs``: of y, too, are results; ``groups``: so many make a strip;
     ``order``: of memory."""
@@ -132,7 +132,7 @@ def strips_config(
     if k % 2 or n % 2 or most < 1 or not sizes:
         return None
     for p, parts, blocks, row, stages in _FIRST:
-        config = StripsConfig(p, min(parts, -(-n // 8)), blocks=blocks)
+        config = PackedConfig(p, min(parts, -(-n // 8)), blocks=blocks)
         if p not in sizes or p * (k + n) > row or registers(config, k, n) > limit(config)[0]:
             continue
         if p == 1 and order == "tokens" and (k * SIZE % SECTOR or n * SIZE % SECTOR):
@@ -143,14 +143,14 @@ def strips_config(
 
 
 def finished(
-    config: StripsConfig,
+    config: PackedConfig,
     k: int,
     n: int,
     save_pre: bool,
     sign_mask: bool = False,
     order: str = "tokens",
     aligned: bool = True,
-) -> StripsConfig:
+) -> PackedConfig:
     """The same, mixed where registers are spare and staged where there is room for weights that
     begin at 16 bytes (``aligned``), if need be with a tile of y less.
 
@@ -172,7 +172,7 @@ def finished(
 
 def _other(
     sizes: list[int], most: int, k: int, n: int, save_pre: bool, sign_mask: bool
-) -> StripsConfig | None:
+) -> PackedConfig | None:
     """What is taken of sizes of strips where none of ``_FIRST`` fits, ``most`` tiles of a warp."""
     tiles = -(-n // 8)
     wide = [p for p in reversed(sizes) if p * max(k, n) * 2 <= _MOST_STRIP]
@@ -182,7 +182,7 @@ def _other(
             if blocks == 1:  # of one block as many warps as have fewer tiles for it
                 several.sort(key=lambda parts: -(-tiles // parts))
             for parts in several:
-                config = StripsConfig(p, parts, blocks=blocks)
+                config = PackedConfig(p, parts, blocks=blocks)
                 if (
                     p * parts * blocks >= _GOOD_WARPS
                     and registers(config, k, n) <= limit(config)[0]
@@ -193,17 +193,17 @@ def _other(
     parts = min(fewest, min(fewest + 1, tiles), key=lambda p: p * -(-tiles // p))
     if sizes[0] * parts > _MOST_WARPS:
         return None
-    return _with_stages(StripsConfig(sizes[0], parts), k, n, save_pre, sign_mask)
+    return _with_stages(PackedConfig(sizes[0], parts), k, n, save_pre, sign_mask)
 
 
 def _with_stages(
-    config: StripsConfig,
+    config: PackedConfig,
     k: int,
     n: int,
     save_pre: bool,
     sign_mask: bool,
     several: tuple[tuple[int, int], ...] = _STAGES,
-) -> StripsConfig | None:
+) -> PackedConfig | None:
     """The first of such stages that shared memory holds."""
     for stages, outs in several:
         made = replace(config, stages=stages, outs=outs)

@@ -29,10 +29,10 @@ from fastlinear.families.grouped.cuda.group_map import (
 from fastlinear.families.grouped.cuda.one_launch import OneLaunch, results
 from fastlinear.families.grouped.cuda.packed_groups_tiles import ordinal
 from fastlinear.families.grouped.cuda.weight_stationary_config import (
-    ResidentConfig,
+    StationaryConfig,
     blocks_of,
-    resident_config,
     shared_bytes,
+    stationary_config,
 )
 from fastlinear.families.grouped.sign_mask import Boxes
 from fastlinear.kernels.cuda import hopper
@@ -50,7 +50,7 @@ def source(
     activation: str,
     has_bias: bool,
     save_pre: bool,
-    config: ResidentConfig,
+    config: StationaryConfig,
     channels: bool = False,
     sign_mask: bool = False,
 ) -> str:
@@ -89,7 +89,7 @@ def _kernel(
     activation: str,
     has_bias: bool,
     save_pre: bool,
-    config: ResidentConfig,
+    config: StationaryConfig,
     channels: bool,
     sign_mask: bool,
     device: int,
@@ -134,7 +134,7 @@ def forward(
     save_pre: bool,
     order: str,
     *,
-    config: ResidentConfig | None = None,
+    config: StationaryConfig | None = None,
     sign_mask: Boxes | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(x_g W_gᵀ + b_g) in one kernel, float32 accumulation, deterministic.
@@ -146,7 +146,7 @@ def forward(
         activation: name of the activation.
         save_pre: also return the pre-activation.
         order: how the results lie in memory, a name in ``layout.ORDERS``.
-        config: launch configuration; None picks ``resident_config``.
+        config: launch configuration; None picks ``stationary_config``.
         sign_mask: where the signs of y are, which are then returned in place of the pre-activation.
 
     Returns:
@@ -159,13 +159,13 @@ def forward(
         y, pre = triton.forward(x, weight, bias, activation, save_pre, order)
         return y, pre if sign_mask is None else sign_mask.packed(y, activation)
     if config is None:
-        config = resident_config(k, n)
+        config = stationary_config(k, n)
         assert config is not None
-    make = Resident if sign_mask is None else ResidentWithSignMask
+    make = Stationary if sign_mask is None else StationaryWithSignMask
     return results(make, x, weight, bias, activation, save_pre, order, config, sign_mask)
 
 
-class Resident(OneLaunch):
+class Stationary(OneLaunch):
     """The launch of ``weight_stationary.cu``."""
 
     MAPS = ("x", "weight", "y", "pre")
@@ -180,7 +180,7 @@ class Resident(OneLaunch):
         activation: str,
         save_pre: bool,
         order: str,
-        config: ResidentConfig,
+        config: StationaryConfig,
     ) -> None:
         super().__init__(ordinal(x))
         groups, n, k = weight.shape
@@ -201,7 +201,7 @@ class Resident(OneLaunch):
         self._prepare(kernel, hopper.THREADS, blocks, maps, numbers)
 
 
-class ResidentWithSignMask(Resident):
+class StationaryWithSignMask(Stationary):
     """The same that has the signs of y as a result."""
 
     MAPS = ("x", "weight", "y", "y")

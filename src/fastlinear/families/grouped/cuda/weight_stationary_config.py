@@ -20,7 +20,7 @@ _GOOD = 0.9  # of the multiprocessors are busy
 
 
 @dataclass(frozen=True)
-class ResidentConfig:
+class StationaryConfig:
     """One way to launch the kernel.
 
     Attributes:
@@ -38,10 +38,10 @@ class ResidentConfig:
 
 def serves(k: int, n: int) -> bool:
     """Whether the kernel takes groups of such sizes: even, a weight that fits."""
-    return resident_config(k, n) is not None
+    return stationary_config(k, n) is not None
 
 
-def shared_bytes(config: ResidentConfig, k: int) -> int:
+def shared_bytes(config: StationaryConfig, k: int) -> int:
     """Dynamic shared memory of a block."""
     weight = padded(k) // COLUMNS * config.outputs * _ROW
     out = _WARPS * _WARP_BOX * config.outs
@@ -49,7 +49,7 @@ def shared_bytes(config: ResidentConfig, k: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def resident_config(k: int, n: int) -> ResidentConfig | None:
+def stationary_config(k: int, n: int) -> StationaryConfig | None:
     """The configuration for groups of such sizes, or None."""
     if k % 2 or n % 2 or min(k, n) < _LEAST:
         return None
@@ -59,11 +59,11 @@ def resident_config(k: int, n: int) -> ResidentConfig | None:
     parts = -(-n // most)
     outputs = padded(-(-n // parts))
     for weights, outs, stages in ((2, _MOST_OUTS, 8), (1, _MOST_OUTS, 8), (1, 3, _LEAST_STAGES)):
-        config = ResidentConfig(outputs, stages, outs, weights)
+        config = StationaryConfig(outputs, stages, outs, weights)
         spare = SHARED_LIMIT - shared_bytes(config, k)
         if spare >= 0:
             more = min(_MOST_STAGES - stages, spare // _BOX)
-            return ResidentConfig(outputs, stages + more, outs, weights)
+            return StationaryConfig(outputs, stages + more, outs, weights)
     return None
 
 
