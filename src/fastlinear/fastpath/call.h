@@ -94,8 +94,14 @@ struct Call {
     if (name_count++ == kMaxNames) return false;
     add(kName);
     // by content: an equal name that lies elsewhere, read from a file, say, is the same name
-    add(PyUnicode_CheckExact(o) ? PyObject_Hash(o) : o == Py_True);
+    add(PyUnicode_CheckExact(o) ? hash_of(o) : o == Py_True);
     return true;
+  }
+
+  // As a str keeps it once somebody asked: to ask Python takes longer than to look.
+  static int64_t hash_of(PyObject* name) {
+    const Py_hash_t known = reinterpret_cast<PyASCIIObject*>(name)->hash;
+    return known != -1 ? known : PyObject_Hash(name);
   }
 
   bool tensor_or_none(PyObject* o) {
