@@ -38,7 +38,6 @@ _HOST_SIZE = (64, 64)  # at most: PyTorch calls a product of few rows otherwise
 _LEAST_TOUCHED, _MOST_TOUCHED = 1 << 20, 1 << 23  # bytes that push the host's own out of them
 _MAX_SETS = 64
 _REPEATS = 0.1  # of a call's time, within which timings of it lie
-PRODUCTS = ("forward", "dx", "dw")
 
 
 @dataclass(frozen=True)

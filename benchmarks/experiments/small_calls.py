@@ -24,9 +24,11 @@ import json, sys, time
 import torch
 import fastlinear as fl
 from importlib import import_module as module
-places = ("fastpath.lookup", "fastpath.autograd_node"), (  # today's, then former ones
-    "ops.common.fastpath", "ops.common.fastpath_node"), ("ops.common.door", "ops.common.door_node")
-for names in places:
+for names in (
+    ("fastpath.lookup", "fastpath.autograd_node"),
+    ("ops.common.fastpath", "ops.common.fastpath_node"),  # former names
+    ("ops.common.door", "ops.common.door_node"),
+):
     try:
         lookup, autograd_node = (module(f"fastlinear.{name}") for name in names)
         break

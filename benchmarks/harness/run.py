@@ -52,7 +52,7 @@ def run(
     """Run an experiment and return its rows, losses, skips and failures included.
 
     Args:
-        experiment: a name in ``bench.cases.EXPERIMENTS``.
+        experiment: a name in ``experiments.EXPERIMENTS``.
         device: where to run; its type picks the experiment's cases.
         quick: fewer and smaller cases, few rounds, no contender that takes minutes to prepare.
         out: JSONL file, replaced at the start and written case by case.

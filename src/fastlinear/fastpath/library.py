@@ -46,6 +46,7 @@ NODE = Library(
     (
         *FASTPATH.headers,
         _HERE / "tape.h",
+        _HERE / "unboxed.h",
         _HERE / "autograd_node.h",
         _HERE / "lists.h",
         _HERE / "../kernels/cpu/allocator.h",

@@ -203,7 +203,7 @@ def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
 
 _PIECES_SOURCES = (
     *(f"families/gated/{name}.py" for name in ("autograd", "saved_memory", "reference")),
-    *("fastpath/autograd_node.h", "fastpath/tape.h", "fastpath/recorder.py"),
+    "fastpath",
     *(*_CPU_SOURCES, *_CUDA_SOURCES, *_TRITON_SOURCES),
 )
 _STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", always)

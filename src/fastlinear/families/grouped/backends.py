@@ -43,7 +43,7 @@ _CPP_SOURCES = ("families/grouped/cpu", *CPP_SOURCES, *_LAYOUT)
 _CUDA_SOURCES = ("families/grouped/cuda", *CUDA_SOURCES, *_TRITON_SOURCES)
 _PIECES_SOURCES = (
     *("families/grouped/autograd.py", "families/grouped/torch_backends.py"),
-    *("fastpath/autograd_node.h", "fastpath/tape.h", "fastpath/recorder.py"),
+    "fastpath",
     *(*_CUDA_SOURCES, *_CPP_SOURCES),
 )
 

@@ -45,7 +45,7 @@ _CPP_SOURCES = ("families/linear/cpu", *CPP_SOURCES)
 _PADDED_SOURCES = ("families/linear/padded_problem.py", *_TRITON_SOURCES)
 PIECES_SOURCES = (
     *(f"families/linear/{name}.py" for name in ("autograd", "cublaslt", "padded")),
-    *("fastpath/autograd_node.h", "fastpath/tape.h", "fastpath/recorder.py"),
+    "fastpath",
     *(*_PADDED_SOURCES, *_CPP_SOURCES),
 )
 """What a training call consists of."""
