@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from benchmarks.drawn.cli import drawn as draw
 from fastlinear.cli import options as opt
 from fastlinear.cli.console import (
     check_writable,
@@ -22,11 +24,12 @@ from fastlinear.core.errors import InputError
 _PLOTS = (".png", ".svg")
 
 
-def command() -> Any:
-    """The command line as the library below typer has it."""
+def command(arguments: Sequence[str]) -> tuple[Any, list[str]]:
+    """The command line as the library below typer has it, and the arguments for it."""
+    drawn = list(arguments[:1]) == ["drawn"]
     app = typer.Typer(rich_markup_mode="markdown", add_completion=False)
-    app.command("bench")(bench)
-    return typer.main.get_command(app)
+    app.command("bench drawn" if drawn else "bench")(draw if drawn else bench)
+    return typer.main.get_command(app), list(arguments[drawn:])
 
 
 def bench(
@@ -34,7 +37,7 @@ def bench(
         str,
         typer.Argument(
             help="linear, linear-bias, linear-modules, pseudo-linear, overhead, strassen, "
-            "graphed, groups, ragged, unequal, gated-mlp, models."
+            "graphed, groups, ragged, unequal, gated-mlp, models; drawn has a help of its own."
         ),
     ] = "linear",
     device: opt.Place = "cpu",

@@ -85,9 +85,9 @@ def test_a_cold_family_is_measured_beyond_the_l2_cache(
     inputs = layers.make_inputs(p, torch.device("cpu"), 0)
     facts = types.SimpleNamespace(l2_bytes=l2_bytes)
     monkeypatch.setattr(tuning, "device_facts", lambda _: facts)
-    assert tuning._input_sets(p, inputs) == sets
+    assert tuning.input_sets(p, inputs) == sets
     monkeypatch.setitem(registry._FAMILIES, "linear_act", replace(layers, cold=False))
-    assert tuning._input_sets(p, inputs) == 1
+    assert tuning.input_sets(p, inputs) == 1
 
 
 def test_layers_are_cold_and_whole_small_models_are_warm() -> None:

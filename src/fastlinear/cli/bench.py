@@ -40,8 +40,9 @@ def bench(context: typer.Context) -> None:
         )
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
-    command: Any = importlib.import_module(f"{_PACKAGE}.cli").command()
-    with command.make_context(context.info_name, context.args, parent=context.parent) as own:
+    cli: Any = importlib.import_module(f"{_PACKAGE}.cli")
+    command, arguments = cli.command(context.args)
+    with command.make_context(context.info_name, arguments, parent=context.parent) as own:
         command.invoke(own)
 
 

@@ -165,6 +165,11 @@ def names() -> tuple[str, ...]:
     return (*_FOLDERS, *(name for name in _FAMILIES if name not in _HOMES))
 
 
+def home(name: str) -> str:
+    """The package that holds a family of the package's own."""
+    return _HOMES[name].rpartition(".")[0]
+
+
 def families() -> Mapping[str, Family]:
     """The package's families, and those registered besides, by name."""
     for home in _HOMES.values():

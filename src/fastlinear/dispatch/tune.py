@@ -90,7 +90,7 @@ def tune(
             rejected[backend.name] = why
     with torch.no_grad():
         sets = [fam.make_inputs(problem, where, seed)]
-        more = range(1, _input_sets(problem, sets[0]))
+        more = range(1, input_sets(problem, sets[0]))
         sets += [fam.make_inputs(problem, where, seed + i) for i in more]
         survivors = []
         expected = expected_of(problem, sets[0])
@@ -124,7 +124,7 @@ def expected_of(problem: Problem, inputs: tuple[Any, ...]) -> Expected:
     """Computed once for all backends of a Problem: on a CPU the float64 oracle is the dearest
     part of tuning."""
     reference = family(problem.family).reference
-    oracle = reference(problem, tuple(_to_float64(i) for i in inputs))
+    oracle = reference(problem, tuple(to_float64(i) for i in inputs))
     return Expected(_flat(reference(problem, inputs)), _flat(oracle))
 
 
@@ -198,7 +198,7 @@ def rotating(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Callab
     return call
 
 
-def _input_sets(problem: Problem, inputs: tuple[Any, ...]) -> int:
+def input_sets(problem: Problem, inputs: tuple[Any, ...]) -> int:
     """How many input sets to rotate over, given one.
 
     On a GPU those of a cold family exceed the L2 cache twice, and others are one. A CPU is measured
@@ -214,10 +214,11 @@ def _input_sets(problem: Problem, inputs: tuple[Any, ...]) -> int:
     return max(1, min(_MAX_INPUT_SETS, wanted))
 
 
-def _to_float64(item: Any) -> Any:
+def to_float64(item: Any) -> Any:
+    """A tensor, or tuples of them, in float64; anything else as it is."""
     if isinstance(item, torch.Tensor) and item.is_floating_point():
         return item.to(torch.float64)
-    return tuple(map(_to_float64, item)) if isinstance(item, tuple) else item
+    return tuple(map(to_float64, item)) if isinstance(item, tuple) else item
 
 
 def _flat(result: Any) -> tuple[torch.Tensor | None, ...]:

@@ -18,7 +18,7 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import Choice, select
 from fastlinear.fastpath import autograd_node, lookup
 from fastlinear.op.front import Front
-from fastlinear.op.spec import Arguments, Resolved, kind, leaves, mapped
+from fastlinear.op.spec import Arguments, Resolved, first, kind, leaves, mapped
 
 AsCall = Callable[[tuple[Any, ...]], tuple[Arguments, Tensor]]
 """Inputs of the piece → (the call's arguments without the backend, the gradient of its result)."""
@@ -28,22 +28,18 @@ def _as_given(inputs: tuple[Any, ...]) -> tuple[Arguments, Tensor]:
     return inputs[:-1], inputs[-1]
 
 
-class Step:
-    """The two backends of a family's step."""
+class Pieces:
+    """Training calls of a family by its formula over chosen pieces, recorded as callers' calls are:
+    the arguments of the public call but the backend → the result."""
 
-    def __init__(self, front: Front, as_call: AsCall = _as_given) -> None:
-        self._front, self._as_call = front, as_call
-        self._name = f"{front.spec.name}.step"
+    def __init__(self, front: Front, name: str, chosen: tuple[Choice, ...] | None = None) -> None:
+        """
+        Args:
+            name: of the table in C++ that its plans go to.
+            chosen: the choice of each piece; by default dispatch's, for each kind of call.
+        """
+        self._front, self._name, self._chosen = front, name, chosen
         self._plans: dict[Any, Resolved] = {}
-        cache.on_change(self.forget)
-
-    def eager(self, *inputs: Any) -> tuple[Any, ...]:
-        """(result, a gradient for each tensor or None) by PyTorch's own autograd."""
-        return self._trained(self._by_torch, inputs)
-
-    def pieces(self, *inputs: Any) -> tuple[Any, ...]:
-        """The same by the formula over the chosen pieces, recorded as callers' calls are."""
-        return self._trained(self._by_pieces, inputs)
 
     def forget(self) -> None:
         """Forget all plans."""
@@ -52,11 +48,8 @@ class Step:
         if found is not None:
             found.clear()
 
-    def _by_torch(self, *arguments: Any) -> Any:
-        return self._front.spec.reference(*arguments, None)
-
-    def _by_pieces(self, *arguments: Any) -> Any:
-        table = step_table(self._name, arguments[0].is_cuda)
+    def __call__(self, *arguments: Any) -> Any:
+        table = step_table(self._name, first(arguments).is_cuda)
         y = None if table is None else table.call(*arguments)
         if y is not None:
             return y
@@ -64,7 +57,7 @@ class Step:
         found = self._plans.get(key)
         if found is None:
             spec, call = self._front.spec, (*arguments, None)
-            chosen = spec.pieces(spec.problem(call, True))
+            chosen = self._chosen or spec.pieces(spec.problem(call, True))
             found = self._plans[key] = spec.train(call, chosen)
         y = found.plan(*arguments[:3])
         if table is not None and found.record is not None and table.wants(*arguments):
@@ -73,8 +66,32 @@ class Step:
                 table.admit(*arguments, made)
         return y
 
+
+class Step:
+    """The two backends of a family's step.
+
+    Attributes:
+        as_call: inputs of the piece → the call, and the gradient of its result.
+    """
+
+    def __init__(self, front: Front, as_call: AsCall = _as_given) -> None:
+        self._front, self.as_call = front, as_call
+        self._by_pieces = Pieces(front, f"{front.spec.name}.step")
+        cache.on_change(self._by_pieces.forget)
+
+    def eager(self, *inputs: Any) -> tuple[Any, ...]:
+        """(result, a gradient for each tensor or None) by PyTorch's own autograd."""
+        return self._trained(self._by_torch, inputs)
+
+    def pieces(self, *inputs: Any) -> tuple[Any, ...]:
+        """The same by the formula over the chosen pieces."""
+        return self._trained(self._by_pieces, inputs)
+
+    def _by_torch(self, *arguments: Any) -> Any:
+        return self._front.spec.reference(*arguments, None)
+
     def _trained(self, run: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        arguments, dy = self._as_call(inputs)
+        arguments, dy = self.as_call(inputs)
         call = mapped(lambda t: t.detach().requires_grad_(), arguments)
         tensors = list(leaves(call))
         with torch.enable_grad():

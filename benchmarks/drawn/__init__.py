@@ -1,0 +1,1 @@
+"""``fastlinear bench drawn``: cases that nobody picked, drawn at random from what users have."""

@@ -1,0 +1,128 @@
+"""``fastlinear bench drawn``."""
+
+from __future__ import annotations
+
+import json as json_text
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.drawn.space import FAMILIES
+from fastlinear.cli import options as opt
+from fastlinear.cli.console import (
+    check_writable,
+    note,
+    print_json,
+    progress_bar,
+    say,
+    table,
+)
+from fastlinear.core.errors import InputError
+
+Family = StrEnum("Family", {name: name for name in FAMILIES})  # type: ignore[misc]
+
+
+def drawn(
+    family: Annotated[
+        list[Family] | None, typer.Option(help="Only these families; repeatable.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Draws the cases and their tensors.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="Cases of each family.")] = 20,
+    device: opt.Place = "cpu",
+    mode: Annotated[
+        list[opt.Mode] | None,
+        typer.Option(help="Without gradients, or forward and backward; both if not given."),
+    ] = None,
+    dtype: Annotated[
+        list[opt.Dtype] | None, typer.Option(help="Only these dtypes; repeatable.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Leave a peer out: compile takes long to prepare.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=5, help="Interleaved rounds.")] = 9,
+    budget: Annotated[
+        float | None,
+        typer.Option(min=0, help="Start no new case after this many seconds.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Write the raw rows, one JSON object a line."),
+    ] = None,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Measure cases that nobody picked: drawn at random from what users have.
+
+    Every backend that can serve a case, and PyTorch's own ways, are verified and timed interleaved.
+
+    Example: fastlinear bench drawn --family linear_act --seed 7 --count 50 --out rows.jsonl
+    """
+    import torch
+
+    from benchmarks.drawn.measure import measured
+    from benchmarks.drawn.space import cases
+    from benchmarks.harness.rows import opened
+    from fastlinear.cli.load import usable_device
+    from fastlinear.core.environment import environment
+
+    place = torch.device(usable_device(device))
+    check_writable("--out", out)
+    names = [f.value for f in family or list(Family)]
+    modes = [m.value for m in mode or list(opt.Mode)]
+    dtypes = [d.value for d in dtype or ()]
+    picked = [
+        c for name in names for m in modes for c in cases(name, seed, count, place.type, m, dtypes)
+    ]
+    env = environment(place)
+    rows: list[dict[str, Any]] = []
+    unmeasured: list[tuple[str, str]] = []
+    if out is not None:
+        opened(out, "w").close()
+    with progress_bar(quiet=quiet) as progress:
+        found = measured(
+            picked, place, env=env, skip=skip or (), rounds=rounds, most_seconds=budget
+        )
+        for done, (case, row, why) in enumerate(found, 1):
+            if row is None:
+                unmeasured.append((case.problem.describe(), why))
+            else:
+                rows.append(row)
+                if out is not None:  # at once: a run that is cut keeps what it has
+                    with opened(out, "a") as file:
+                        file.write(json_text.dumps(row, allow_nan=False) + "\n")
+            progress("measuring", done, len(picked))
+    if not rows:
+        raise InputError(
+            "bench drawn",
+            "a case that can be measured",
+            unmeasured[0][1] if unmeasured else "none within the budget",
+            "Give more --budget, or other filters.",
+        )
+    if out is not None:
+        note(f"rows written to {out}", quiet=quiet)
+    if json:
+        print_json({"kind": "drawn", "rows": rows})
+    elif not quiet:
+        _show(rows)
+        table("not measured", ("case", "why"), unmeasured)
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    from benchmarks.drawn import report
+
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        mode = "training" if row["problem"]["needs_grad"] else "inference"
+        groups.setdefault(f"{row['family']}, {mode}", []).append(row)
+    table("drawn cases", report.SUMMARY, [report.account(n, some) for n, some in groups.items()])
+    say(report.LEGEND)
+    worst = report.worst(rows)
+    table("the cases that lose most", report.COLUMNS, report.lines(worst))
+    for o in worst:
+        say(o.problem.describe())
+        for line in o.explain:
+            say(f"  {line}")
+    table("time over the best peer's", ("ratio", ">cases", ""), report.histogram(rows))

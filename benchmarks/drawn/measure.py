@@ -1,0 +1,144 @@
+"""Measuring drawn cases: every arm judged against the float64 oracle, then timed interleaved."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.drawn import arms as arms_of
+from benchmarks.drawn.arms import COMPILE, EAGER, OURS, Arm
+from benchmarks.drawn.space import Drawn
+from fastlinear.core.compare import judge
+from fastlinear.core.timing import Samples, interleave
+from fastlinear.dispatch.tune import input_sets, rotating, to_float64
+
+Row = dict[str, Any]
+
+
+def measure(
+    drawn: Drawn,
+    device: torch.device,
+    *,
+    env: Mapping[str, Any],
+    skip: Sequence[str] = (),
+    rounds: int = 9,
+    budget_s: float = 1.0,
+) -> Row:
+    """One case, as a row: each arm's times and what it took, and why the others have none.
+
+    Args:
+        device: where to run; of the case's type.
+        env: what the row says about the machine.
+        skip: peers to leave out, by name.
+        rounds, budget_s: limits of the interleaved measurement.
+    """
+    p = drawn.problem
+    train = p.needs_grad
+    arguments, dy = arms_of.inputs_of(drawn, device, 0)
+    more = range(1, input_sets(p, (*arguments[:3], dy)))
+    sets = [(arguments, dy), *(arms_of.inputs_of(drawn, device, turn) for turn in more)]
+    metric = "device" if p.captured else "wall"
+    with nullcontext() if train else torch.no_grad():
+        taking, failed = _sound(drawn, arguments, dy, skip)
+        runs = {}
+        for arm in taking:
+            each = [(arms_of.runner(arm, *one, train),) for one in sets]
+            runs[arm.name] = rotating(lambda run: run(), each)
+        samples = interleave(runs, device=device, metric=metric, rounds=rounds, budget_s=budget_s)
+    explained = arms_of.front_of(p.family).spec.choices(p, None, (*arguments, None))
+    return {
+        "experiment": "drawn",
+        "family": p.family,
+        "seed": drawn.seed,
+        "index": drawn.index,
+        "problem": p.to_json(),
+        "metric": metric,
+        "input_sets": len(sets),
+        "arms": {arm.name: _timed(arm, samples[arm.name]) for arm in taking},
+        "failed": failed,
+        "explain": [f"{c.problem.piece}: {c.backend.name} ({c.reason})" for c in explained],
+        "env": dict(env),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _timed(arm: Arm, samples: Samples) -> dict[str, Any]:
+    return {
+        "took": dict(arm.took),
+        "us": round(samples.median_us, 3),
+        "samples_us": [round(us, 3) for us in samples.us],
+    }
+
+
+def _sound(
+    drawn: Drawn, arguments: Any, dy: Any, skip: Sequence[str]
+) -> tuple[list[Arm], dict[str, str]]:
+    """The arms that run and are right, and why the others take no part."""
+    train, taking, failed = drawn.problem.needs_grad, [], {}
+    reference = Arm(EAGER, next(arms_of.peers(drawn, arguments, (COMPILE,))).call, {})
+    doubled = tuple(to_float64(a) for a in arguments), to_float64(dy)
+    oracle = _flat(arms_of.runner(reference, *doubled, train)())
+    theirs = _flat(arms_of.runner(reference, arguments, dy, train)())
+    every = [*arms_of.ours(drawn, arguments), *arms_of.peers(drawn, arguments, skip)]
+    for arm in every:
+        try:
+            run = arms_of.runner(arm, arguments, dy, train)
+            for _ in range(3):  # recorded at the second call of a kind
+                found = _flat(run())
+            wrong = [
+                v
+                for i, each in enumerate(zip(found, theirs, oracle, strict=True))
+                if not (v := judge(f"result {i}", *each)).passed and not v.unproven
+            ]
+        except Exception as error:
+            if arm.name in (OURS, EAGER):
+                raise
+            failed[arm.name] = f"{type(error).__name__}: {str(error).strip()[:200]}"
+            continue
+        if wrong:
+            failed[arm.name] = f"less accurate than allowed: {wrong[0]}"
+        else:
+            taking.append(arm)
+    return taking, failed
+
+
+def _flat(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result.detach()]
+    return [t for item in result if item is not None for t in _flat(item)]
+
+
+def measured(
+    cases: Sequence[Drawn],
+    device: torch.device,
+    *,
+    most_seconds: float | None = None,
+    **how: Any,
+) -> Iterator[tuple[Drawn, Row | None, str]]:
+    """Each case, its row, or why it has none.
+
+    Args:
+        most_seconds: begin no case after this many; the others do not come.
+        how: what ``measure`` takes besides.
+    """
+    arms_of.wait()
+    begin = time.monotonic()
+    for drawn in cases:
+        if most_seconds is not None and time.monotonic() - begin > most_seconds:
+            return
+        row, why = None, ""
+        try:
+            row = measure(drawn, device, **how)
+        except Exception as error:  # noqa: BLE001 - the other cases go on
+            why = f"{type(error).__name__}: {str(error).strip()[:300]}"
+        yield drawn, row, why
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
