@@ -50,9 +50,9 @@ def given(m: int = 3) -> tuple[Tensor, list[Tensor], None]:
 
 
 def check(m: int = 3) -> None:
-    """A call through layerwise, which compiles nothing of its own."""
+    """A call through PyTorch's ops, which compiles nothing of its own."""
     x, ws, bs = given(m)
-    y = fl.mlp(x, ws, bs, backend="layerwise")
+    y = fl.mlp(x, ws, bs, backend="eager")
     assert torch.allclose(y, reference.mlp(x, ws, (None, None), "relu", "none"), atol=1e-5)
 
 
@@ -88,19 +88,19 @@ def test_plans_seen_before_are_served_once_the_fast_path_is_there(
     runs = compiler(tmp_path, f'sleep 1; exec "{real}" "$@"', monkeypatch)
     monkeypatch.setattr(autograd_node, "begun", lambda: False)  # no tapes: Python's plan serves
     x, ws, bs = given()
-    before = fl.mlp(x, ws, bs, backend="layerwise")
+    before = fl.mlp(x, ws, bs, backend="eager")
     assert FRONT.table is no_table
     assert lookup.wait(), lookup.reason_not()
     table = lookup.table("mlp")
     assert table is not None
-    call = (x, ws, bs, "relu", "none", "layerwise")
+    call = (x, ws, bs, "relu", "none", "eager")
     for _ in range(2):  # plans are made anew, and are the table's when their calls come again
         assert table.call(*call) is None
-        assert torch.equal(fl.mlp(x, ws, bs, backend="layerwise"), before)
+        assert torch.equal(fl.mlp(x, ws, bs, backend="eager"), before)
     assert FRONT.table is table.call
     assert torch.equal(table.call(*call), before)
     monkeypatch.setattr(FRONT, "looked_up", None)
-    assert torch.equal(fl.mlp(x, ws, bs, backend="layerwise"), before)
+    assert torch.equal(fl.mlp(x, ws, bs, backend="eager"), before)
     # a later process finds it compiled: no thread, and the fast path at once
     monkeypatch.setattr(lookup, "_build", lookup._Build())
     assert lookup.table("mlp") is not None
@@ -169,7 +169,7 @@ warnings.simplefilter("error")
 
 def call():
     x, w = torch.ones(2, 3), [torch.ones(4, 3)]
-    assert fl.mlp(x, w, backend="layerwise").sum() == 24
+    assert fl.mlp(x, w, backend="eager").sum() == 24
 
 call()
 while not os.path.getsize(RUNS): time.sleep(0.01)

@@ -121,9 +121,19 @@ def contiguous(shape: Sequence[int]) -> _Shape:
 
 
 def facts_of(t: Tensor) -> tuple[Any, ...]:
-    """How a tensor lies in its memory: shape, strides where they count, first element, dtype."""
-    strides = tuple(1 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
-    return tuple(t.shape), strides, t.storage_offset(), t.dtype
+    """How a tensor lies in its memory: shape, strides, first element, dtype. Strides of a single
+    element address nothing, but libraries choose between products by them."""
+    return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype
+
+
+def is_plain(t: Tensor) -> bool:
+    """Whether a tensor has the strides that new memory of its shape has."""
+    expected = 1
+    for size, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
 
 
 # --------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from fastlinear.fastpath.aten_results import (
     contiguous,
     facts_of,
     is_composed,
+    is_plain,
     is_view,
     result_of,
 )
@@ -322,7 +323,7 @@ class Recording(TorchDispatchMode):
         number = home.views.get(facts)
         if number is not None:
             return number
-        whole = t.storage_offset() == 0 and t.is_contiguous()
+        whole = t.storage_offset() == 0 and is_plain(t)
         if t.dtype is not home.dtype:
             raise NotRecordable("memory read in two dtypes")
         if home.dense is None:
