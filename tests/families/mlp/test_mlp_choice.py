@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,15 +9,13 @@ import pytest
 import torch
 
 import fastlinear as fl
-from benchmarks.harness.rows import read_rows
 from fastlinear.activations.reference import NAMES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import family
-from fastlinear.families.linear.cpu import gemm
-from fastlinear.families.mlp import backends, reference
+from fastlinear.families.mlp import reference
 from fastlinear.families.mlp.problem import problem
-from fastlinear.families.mlp.selection import choices_of
+from fastlinear.families.mlp.triton import backend as whole_triton
 from fastlinear.native import cpp_build
 
 ROOT = Path(__file__).parents[3]
@@ -50,94 +46,6 @@ def chain(m: int, width: int, layers: int = 2, grad: bool = False) -> Problem:
 def measured(p: Problem, best: str) -> None:
     able = [b for b in family("mlp").candidates(p.piece) if b.reason_not(p) is None]
     cache.store(p, able, best, {b.name: 2.0 - (b.name == best) for b in able})
-
-
-def defaults_are(expected: dict[tuple[int, int, bool], str]) -> None:
-    """Forwards of (rows, width, with gradients) take these backends unmeasured."""
-    for (m, width, grad), name in expected.items():
-        forward = choices_of(chain(m, width, grad=grad))[0]
-        assert (forward.backend.name, forward.source) == (name, "default"), (m, width, grad)
-
-
-@needs_compiler
-def test_the_order_where_layers_have_products_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer by layer where they gain more than a chain does: in training, and of many rows."""
-    monkeypatch.setattr(gemm, "pays", lambda layer: True)
-    monkeypatch.setattr(backends, "is_wide_amd", lambda: False)
-    expected = {
-        (64, 1024, True): "layerwise",
-        (512, 1024, True): "layerwise",
-        (600, 1024, True): "eager",
-        (64, 1024, False): "whole_cpp",
-        (256, 1024, False): "layerwise",
-    }
-    defaults_are(expected)
-
-
-@needs_compiler
-def test_the_order_on_processors_of_512_bits_by_amd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training is ours of any size but the smallest: PyTorch's products run at half of the rate."""
-    monkeypatch.setattr(backends, "is_wide_amd", lambda: True)
-    expected = {
-        (64, 1024, True): "whole_cpp",
-        (1024, 1024, True): "layerwise",
-        (1, 64, True): "eager",
-        (64, 1024, False): "whole_cpp",
-        (512, 512, False): "whole_cpp",
-        (1024, 1024, False): "layerwise",
-    }
-    defaults_are(expected)
-
-
-@needs_compiler
-def test_the_order_without_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's own ops are left to sizes nobody else serves."""
-    monkeypatch.setattr(gemm, "pays", lambda layer: False)
-    expected = {
-        (2, 4096): "whole_cpp",
-        (16, 4096): "whole_cpp",
-        (20, 4096): "whole_cpp",
-        (128, 4096): "whole_cpp",
-        (20, 10000): "layerwise",
-        (128, 2048): "whole_cpp",
-        (200, 512): "whole_cpp",
-        (200, 1024): "whole_cpp",
-        (512, 1024): "whole_cpp",
-        (600, 1024): "layerwise",
-        (200, 4096): "layerwise",
-        (8192, 256): "whole_cpp",
-        (8192, 512): "layerwise",
-    }
-    for (m, width), name in expected.items():
-        (choice,) = choices_of(chain(m, width))
-        assert (choice.backend.name, choice.source) == (name, "default"), (m, width)
-
-
-@needs_compiler
-def test_the_order_of_a_cpu_is_close_to_the_best_in_all_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Behind the best forced backend by 0.7% at most in the geometric mean of each processor's
-    cells, and by 0.5% in that of all."""
-    monkeypatch.setattr(gemm, "pays", lambda layer: False)  # as where the rows were taken
-    losses: dict[str, list[float]] = {}
-    for path in sorted((ROOT / "results").glob("*/overhead.jsonl.gz")):
-        cells: dict[Problem, dict[str, float]] = {}
-        for row in read_rows(path):
-            case = row["case"]
-            if case["device"] == "cpu" and row["valid"] and case["direction"] == "forward":
-                p = chain(case["dims"]["M"], case["dims"]["H"], case["dims"]["L"])
-                cells.setdefault(p, {})[row["contender"]] = row["median_us"]
-        for p, times in cells.items():
-            forced = {n: times[f"fastlinear[{n}]"] for n in ("layerwise", "whole_cpp")}
-            forced["eager"] = times["eager"]
-            (choice,) = choices_of(p)
-            loss = math.log(forced[choice.backend.name] / min(forced.values()))
-            losses.setdefault(path.parent.name, []).append(loss)
-    assert sorted(map(len, losses.values())) == [225, 262, 262]
-    behind = {name: math.exp(statistics.fmean(found)) for name, found in losses.items()}
-    assert max(behind.values()) < 1.007, behind
-    assert math.exp(statistics.fmean(x for found in losses.values() for x in found)) < 1.005
 
 
 @pytest.mark.parametrize("final", NAMES)
@@ -178,3 +86,23 @@ def test_wide_16_bit_chains_stream_where_that_gains(
 ) -> None:
     p = problem("forward", m, widths, dtype="bfloat16", device="cuda", captured=captured)
     assert (family("mlp").prefer(p)[0] == "whole_cuda") is gains
+
+
+def test_whole_triton_leaves_backwards_without_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_triton, "why_no_gpu", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+    def why(piece: str, layers: int, activation: str) -> str | None:
+        p = problem(
+            *(piece, 64, (64,) * (layers + 1)),
+            dtype="bfloat16",
+            device="cuda",
+            activation=activation,
+            needs_grad=True,
+        )
+        return whole_triton.reason_not(p)
+
+    assert "without activations" in str(why("backward", 3, "none"))
+    assert why("backward", 3, "relu") is None
+    assert why("backward", 1, "none") is None
+    assert why("forward", 3, "none") is None

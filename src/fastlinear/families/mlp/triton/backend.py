@@ -47,6 +47,9 @@ def reason_not(p: Problem) -> str | None:
         return "a width of 0"
     if p.dim("M") >= 2**30:
         return "needs fewer than 2^30 rows"
+    if p.piece == "backward" and p.option("activation") == "none" and p.dim("L") > 1:
+        # Triton 3.6 allots such a kernel too little shared memory, and it reads beyond
+        return "a chain without activations between its layers is left to PyTorch's products"
     exact = p.dtype == "float32" and p.precision == "highest"
     if exact and max(widths) > 64 and p.dim("M") > _MAX_WIDE_FLOAT32_ROWS:
         return "float32 layers of more than 64 features are slower than PyTorch's at so many rows"
