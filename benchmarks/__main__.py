@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.experiments.overhead.headroom import markdown
 from benchmarks.harness.rows import read_rows
+from benchmarks.prices import ship
 from benchmarks.tables.build import build_table, read_table, table_path, with_rows, write_table
 from benchmarks.tables.grid import table_problems
 from fastlinear.core.errors import FastlinearError, InputError
@@ -28,8 +29,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     gain = commands.add_parser("headroom", help="what rows of overhead leave to gain on a CPU")
     gain.add_argument("--rows", type=Path)
+    prices = commands.add_parser("prices", help="write the prices shipped for a device")
+    prices.add_argument("name", help="of the device's file")
+    prices.add_argument("rows", type=Path, nargs="+", help="rows measured there")
+    prices.add_argument("--before", default="", help="whose prices hold where rows say nothing")
     given = parser.parse_args(arguments)
     try:
+        if given.command == "prices":
+            print(ship(given.name, given.rows, given.before))
+            return 0
         return _table(given) if given.command == "table" else _headroom(given)
     except FastlinearError as error:
         print(error, file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.drawn.space import FAMILIES
+from fastlinear.calibration.drawn import FAMILIES
 from fastlinear.cli import options as opt
 from fastlinear.cli.console import (
     check_writable,
@@ -63,8 +63,8 @@ def drawn(
     import torch
 
     from benchmarks.drawn.measure import measured
-    from benchmarks.drawn.space import cases
     from benchmarks.harness.rows import opened
+    from fastlinear.calibration.drawn import cases
     from fastlinear.cli.load import usable_device
     from fastlinear.core.environment import environment
 

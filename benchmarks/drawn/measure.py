@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.drawn import arms as arms_of
-from benchmarks.drawn.arms import COMPILE, EAGER, OURS, Arm
-from benchmarks.drawn.space import Drawn
+from fastlinear.calibration import ways
+from fastlinear.calibration.drawn import Drawn
+from fastlinear.calibration.ways import COMPILE, EAGER, OURS, Arm
 from fastlinear.core.compare import judge
 from fastlinear.core.timing import Samples, interleave
 from fastlinear.dispatch.tune import input_sets, rotating, to_float64
@@ -41,18 +41,19 @@ def measure(
     """
     p = drawn.problem
     train = p.needs_grad
-    arguments, dy = arms_of.inputs_of(drawn, device, 0)
+    arguments, dy = ways.inputs_of(drawn, device, 0)
     more = range(1, input_sets(p, (*arguments[:3], dy)))
-    sets = [(arguments, dy), *(arms_of.inputs_of(drawn, device, turn) for turn in more)]
+    sets = [(arguments, dy), *(ways.inputs_of(drawn, device, turn) for turn in more)]
     metric = "device" if p.captured else "wall"
     with nullcontext() if train else torch.no_grad():
         taking, failed = _sound(drawn, arguments, dy, skip)
         runs = {}
         for arm in taking:
-            each = [(arms_of.runner(arm, *one, train),) for one in sets]
+            each = [(ways.runner(arm, *one, train),) for one in sets]
             runs[arm.name] = rotating(lambda run: run(), each)
         samples = interleave(runs, device=device, metric=metric, rounds=rounds, budget_s=budget_s)
-    explained = arms_of.front_of(p.family).spec.choices(p, None, (*arguments, None))
+    asked = ways.posed(drawn, arguments)
+    explained = ways.front_of(p.family).spec.choices(asked, None, (*arguments, None))
     return {
         "experiment": "drawn",
         "family": p.family,
@@ -82,14 +83,14 @@ def _sound(
 ) -> tuple[list[Arm], dict[str, str]]:
     """The arms that run and are right, and why the others take no part."""
     train, taking, failed = drawn.problem.needs_grad, [], {}
-    reference = Arm(EAGER, next(arms_of.peers(drawn, arguments, (COMPILE,))).call, {})
+    reference = Arm(EAGER, next(ways.peers(drawn, arguments, (COMPILE,))).call, {})
     doubled = tuple(to_float64(a) for a in arguments), to_float64(dy)
-    oracle = _flat(arms_of.runner(reference, *doubled, train)())
-    theirs = _flat(arms_of.runner(reference, arguments, dy, train)())
-    every = [*arms_of.ours(drawn, arguments), *arms_of.peers(drawn, arguments, skip)]
+    oracle = _flat(ways.runner(reference, *doubled, train)())
+    theirs = _flat(ways.runner(reference, arguments, dy, train)())
+    every = [*ways.ours(drawn, arguments), *ways.peers(drawn, arguments, skip)]
     for arm in every:
         try:
-            run = arms_of.runner(arm, arguments, dy, train)
+            run = ways.runner(arm, arguments, dy, train)
             for _ in range(3):  # recorded at the second call of a kind
                 found = _flat(run())
             wrong = [
@@ -128,7 +129,7 @@ def measured(
         most_seconds: begin no case after this many; the others do not come.
         how: what ``measure`` takes besides.
     """
-    arms_of.wait()
+    ways.wait()
     begin = time.monotonic()
     for drawn in cases:
         if most_seconds is not None and time.monotonic() - begin > most_seconds:

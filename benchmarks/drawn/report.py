@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.drawn.arms import EAGER, OURS
+from fastlinear.calibration.ways import EAGER, OURS
 from fastlinear.core.problem import Problem
 from fastlinear.core.timing import Ratio, Samples, paired_ratio
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.drawn import arms, report, space
+from benchmarks.drawn import report
 from benchmarks.drawn.measure import measured
+from fastlinear.calibration import drawn as space
+from fastlinear.calibration import ways as arms
 from fastlinear.cli.app import app
 from fastlinear.dispatch import backend
 from fastlinear.dispatch.backend import family

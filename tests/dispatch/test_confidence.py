@@ -102,7 +102,7 @@ def test_a_noisy_tuning_does_not_replace_the_default_it_could_not_judge(
     found = tuning.tune(p)
     assert (found.best, found.rivals) == ("eager", ("whole_cpp",))
     kept = select(p)
-    assert (kept.backend.name, kept.source) == ("whole_cpp", "default")
+    assert (kept.backend.name, kept.source) == ("whole_cpp", "predicted")
     assert f"tuning took eager in its place and is in doubt: {found.doubt}; tune" in kept.reason
     assert "no measurement" not in kept.reason
     whole = scaled(1.5)  # a quiet measurement decides

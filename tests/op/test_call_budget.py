@@ -23,8 +23,8 @@ CALLS: dict[str, Callable[[], Tensor]] = {
 }
 FILES = {
     "linear_act": 38,
-    "mlp": 38,
-    "gated_mlp": 43,
+    "mlp": 44,  # looks at its layers' backends as well
+    "gated_mlp": 44,
     "diagonal_linear": 39,
     "grouped_linear": 45,
 }

@@ -142,6 +142,7 @@ def _with_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
             **vars(family),
             "backends": (*family.backends, extra),
             "prefer": lambda _: (name, "pieces", "eager"),
+            "work": None,
         }
     )
     monkeypatch.setitem(registry._FAMILIES, "linear_act", changed)

@@ -19,7 +19,16 @@ from fastlinear.rewrite.swap.graph_forward import GraphForward, with_graph
 from fastlinear.rewrite.swap.modules import SwapSet
 from fastlinear.rewrite.swap.stand_in import KEYS
 from tests.rewrite.rewrite_models import Clock
-from tests.rewrite.route_models import CLOCK, ROUTES, WrittenChain, X, optimized, rewritten, swapped
+from tests.rewrite.route_models import (
+    CLOCK,
+    ROUTES,
+    WrittenChain,
+    X,
+    lists_together,
+    optimized,
+    rewritten,
+    swapped,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -121,7 +130,8 @@ def test_a_pickle_is_that_of_the_model_before(route: str) -> None:
     assert told(again) == told(result)
     assert swapped(other) == swapped(model)
     again.revert()
-    planned = fl.apply_(other, result.plan.to_json(), X)
+    with lists_together():
+        planned = fl.apply_(other, result.plan.to_json(), X)
     assert (planned.kept, swapped(other)) == (result.kept, swapped(model))
 
 

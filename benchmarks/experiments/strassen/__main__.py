@@ -31,7 +31,8 @@ def main(arguments: list[str]) -> int:
     install()
     named = arguments[:1] and arguments[0] in _NAMES
     given = arguments if named else ["strassen", *arguments]
-    return command().main(given, prog_name=pick.PROGRAM, standalone_mode=False) or 0
+    run, rest = command(given)
+    return run.main(rest, prog_name=pick.PROGRAM, standalone_mode=False) or 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fastlinear.cli import bench, cache, doctor, explain, optimize, profile, tune
+from fastlinear.cli import bench, cache, calibrate, doctor, explain, optimize, profile, tune
 from fastlinear.cli.console import plain_warnings, show_error
 from fastlinear.core.errors import FastlinearError, ModelLoadError
 
@@ -130,7 +130,7 @@ def root(
     """
 
 
-for _commands in (optimize, profile, bench, tune, explain, doctor, cache):
+for _commands in (optimize, profile, bench, tune, calibrate, explain, doctor, cache):
     _commands.register(app)
 
 

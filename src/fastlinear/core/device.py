@@ -123,21 +123,24 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(flags.group(1).split()) if flags else frozenset()
 
 
-def is_amd() -> bool:
-    """Whether the processor is AMD's. There MKL, which makes PyTorch's float32 products, falls
-    behind oneDNN where rows are few and operands large."""
-    return "amd" in cpu_name().lower()
+@lru_cache(maxsize=1)
+def cpu_maker() -> str:
+    """The processor's maker in Linux's words (``"AuthenticAMD"``); empty elsewhere."""
+    return _cpu_fact("vendor_id")
 
 
 @lru_cache(maxsize=1)
-def is_wide_amd() -> bool:
-    """Whether it is one of AMD's processors that computes 512 bits at a time, which MKL does not
-    use: Zen 5, family 26, whose float32 products PyTorch makes at half of its rate."""
+def cpu_family() -> int:
+    """The maker's number of the processor's family; 0 where it is not told."""
+    found = _cpu_fact("cpu family")
+    return int(found) if found.isdecimal() else 0
+
+
+def _cpu_fact(name: str) -> str:
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
-    family = re.search(r"^cpu family\s*:\s*(\d+)$", text, re.MULTILINE)
-    zen5 = family is not None and int(family[1]) >= 26
-    return zen5 and is_amd() and "avx512f" in cpu_flags()
+    found = re.search(rf"^{name}\s*:\s*(.+)$", text, re.MULTILINE)
+    return found.group(1).strip() if found else ""
 
 
 def slugify(name: str) -> str:

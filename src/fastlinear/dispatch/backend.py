@@ -19,6 +19,7 @@ from fastlinear.core.deprecated import renamed
 from fastlinear.core.errors import InputError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.space import Space
+from fastlinear.dispatch.work import Work
 
 about_to_run: ContextVar[bool] = ContextVar("about_to_run", default=False)
 """Whether ``reason_not`` is asked for a call that runs: its libraries are then compiled."""
@@ -98,6 +99,8 @@ class Family:
             on the command line; imported there only.
         tuning_order: the forward's Problem → all that decide about such a call, in the order in
             which to tune them; None where that is the order of ``pieces``.
+        work: (Problem, backend's name) → what the backend does in such a call, as kinds of work
+            that have prices; None where nobody has told.
         removed: names of backends that earlier versions had → what to use instead, one sentence.
         renamed: former names of backends → those of today.
     """
@@ -116,6 +119,7 @@ class Family:
     space: Space | None = None
     command: str | None = None
     tuning_order: Callable[[Problem], tuple[Problem, ...]] | None = None
+    work: Callable[[Problem, str], tuple[Work, ...] | None] | None = None
     removed: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
 

@@ -1,4 +1,7 @@
-"""Pure selection: forced → user's tuned cache → shipped table → analytic default.
+"""Pure selection: forced → user's tuned cache → prediction → shipped table → analytic default.
+
+A prediction is the sum of a backend's works at the device's prices. PyTorch's own ops win ties,
+and what is closer to them than predictions are to measurements.
 
 A tuned decision in doubt does not replace the choice without it, where that may be faster within
 the noise of its measurement.
@@ -9,14 +12,18 @@ is compiled; where it cannot be, or takes long, the next backend is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.cache import tuned
+from fastlinear.dispatch.prices import Prediction, prices
 from fastlinear.dispatch.tables import shipped
+
+BASELINE = "eager"
+_TIE = 0.03  # of PyTorch's time, within which its own ops win
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class Choice:
     Attributes:
         problem: what was asked.
         backend: the chosen backend.
-        source: ``"forced"``, ``"tuned"``, ``"table"`` or ``"default"``.
+        source: ``"forced"``, ``"tuned"``, ``"predicted"``, ``"table"`` or ``"default"``.
         reason: one sentence on why this one.
         passed_over: (backend name, why not) for every other backend of the piece.
     """
@@ -38,7 +45,7 @@ class Choice:
     passed_over: tuple[tuple[str, str], ...]
 
 
-def select(problem: Problem, forced: str | None = None) -> Choice:
+def select(problem: Problem, forced: str | None = None, *, ready: bool = True) -> Choice:
     """Choose a backend for a Problem.
 
     Args:
@@ -46,6 +53,7 @@ def select(problem: Problem, forced: str | None = None) -> Choice:
             missing ones made outside, and the other way round.
         forced: a backend's name. Raises InputError where there is none of that name, and
             UnsupportedError with the reason if it cannot serve.
+        ready: whether the choice is to run: what it needs is compiled. Else nothing is.
     """
     fam = family(problem.family)
     candidates = fam.candidates(problem.piece)
@@ -55,7 +63,7 @@ def select(problem: Problem, forced: str | None = None) -> Choice:
     while True:
         able = [b for b in candidates if reasons[b.name] is None]
         choice = _of_able(problem, able, reasons)
-        why = choice.backend.why_not_ready(problem)
+        why = choice.backend.why_not_ready(problem) if ready else None
         if why is None:
             return choice
         reasons[choice.backend.name] = why  # its library cannot be compiled, or not yet
@@ -96,6 +104,9 @@ def _untuned(
 ) -> Choice | None:
     """The choice of this machine without the user's measurements."""
     by_name = {b.name: b for b in able}
+    found = predictions(problem, able)
+    if found:
+        return _predicted(problem, by_name, found, reasons)
     for asked in _regimes(problem):
         row = shipped(asked, able)
         if row is not None and row.best in by_name:
@@ -106,6 +117,37 @@ def _untuned(
             why = "first of the analytic order that can serve"
             return _choice(problem, by_name[name], "default", why, reasons, {})
     return None
+
+
+def predictions(problem: Problem, able: Sequence[Backend]) -> dict[str, Prediction]:
+    """Backend → what it is predicted to take; empty unless that is known of PyTorch's own ops."""
+    work, priced = family(problem.family).work, prices(problem.device)
+    if work is None or priced is None:
+        return {}
+    found = {}
+    for backend in able:
+        works = work(problem, backend.name)
+        told = None if works is None else priced.predict(works, problem.dtype)
+        if told is not None:
+            found[backend.name] = told
+    return found if BASELINE in found else {}
+
+
+def _predicted(
+    problem: Problem,
+    by_name: Mapping[str, Backend],
+    found: Mapping[str, Prediction],
+    reasons: dict[str, str | None],
+) -> Choice:
+    def us(name: str) -> float:
+        return found[name].us * (1.0 - _TIE if name == BASELINE else 1.0)
+
+    best = min(found, key=us)
+    why = f"least predicted: {found[best]}"
+    choice = _choice(problem, by_name[best], "predicted", why, reasons, {})
+    told = {name: f"predicted {found[name]}" for name in found if name != best}
+    passed = tuple((name, told.get(name, why)) for name, why in choice.passed_over)
+    return replace(choice, passed_over=passed)
 
 
 def _regimes(problem: Problem) -> tuple[Problem, ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.select import Choice, select
+from fastlinear.dispatch.work import Work, host
 
 PIECES = ("forward", "backward")
 STEP = "step"
@@ -47,6 +49,19 @@ def backward_choice(p: Problem, backend: str | None = None) -> Choice:
     candidates = family(p.family).candidates("backward")
     able = [b.name for b in candidates if b.name == backend and b.reason_not(p) is None]
     return select(p, able[0] if able else None)
+
+
+def of_pieces(
+    p: Problem,
+    pieces: Sequence[str],
+    work: Callable[[Problem, str], tuple[Work, ...] | None],
+) -> tuple[Work, ...]:
+    """The work of a training step by our formula: its node, and the pieces as they are chosen."""
+    found = [host(f"{p.family} node")]
+    for piece in pieces:
+        q = p.with_piece(piece)
+        found += work(q, select(q, ready=False).backend.name) or ()
+    return tuple(found)
 
 
 def tuning_order(p: Problem) -> tuple[Problem, ...]:

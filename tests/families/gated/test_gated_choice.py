@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 import fastlinear as fl
-from fastlinear.core import device as device_module
 from fastlinear.core.errors import InputError
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch.backend import Backend
 from fastlinear.dispatch.tune import tune
 from fastlinear.families.gated import explain, reference
-from fastlinear.families.gated.cpu import gemm
 from fastlinear.families.gated.problem import problem
 from fastlinear.families.gated.spec import FRONT
 from tests.families.gated.gated_layers import BACKENDS, H, K, N, by_hand, called, close, parameters
@@ -127,48 +125,3 @@ def test_what_equals_a_level_is_none() -> None:
     for level in (True, 1.0, 2, "1"):
         with pytest.raises(InputError, match="recompute"):
             called(x, p, "silu", recompute=level)
-
-
-@pytest.mark.parametrize(
-    ("piece", "m", "dtype", "first"),
-    [
-        ("forward", 64, "float32", "gemm_cpp"),
-        ("backward", 16, "float32", "gemm_cpp"),
-        ("forward", 8, "float32", "onednn"),
-        ("forward", 64, "bfloat16", "onednn"),
-    ],
-)
-def test_products_of_our_own_come_first_where_they_pay(
-    piece: str, m: int, dtype: str, first: str, monkeypatch: Any
-) -> None:
-    """On AMD's processors without AVX-512, as in linear_act."""
-    if gemm.reason_not(problem("forward", 64, 64, 64, 64, dtype="float32", device="cpu")):
-        pytest.skip("no C++ compiler")
-    monkeypatch.setattr(device_module, "cpu_name", lambda: "AMD EPYC")
-    monkeypatch.setattr(gemm.products, "cpu_flags", lambda: frozenset({"avx2"}))
-    monkeypatch.setattr(gemm.products, "is_wide_amd", lambda: False)
-    p = problem(piece, m, 1024, 4096, 1024, dtype=dtype, device="cpu", needs_grad=False)
-    assert registry.family("gated_mlp").prefer(p)[0] == first
-
-
-@pytest.mark.parametrize(
-    ("piece", "m", "grad", "dtype", "amd", "other"),
-    [
-        ("forward", 1, False, "float32", "onednn", "eager"),
-        ("forward", 0, False, "float32", "eager", "eager"),
-        ("forward", 1, True, "float32", "eager", "eager"),
-        ("forward", 64, True, "float32", "onednn", "onednn"),
-        ("backward", 64, True, "float32", "onednn", "cpp"),
-        ("backward", 64, True, "bfloat16", "cpp", "cpp"),
-    ],
-)
-def test_amds_processors_have_an_order_of_their_own(
-    piece: str, m: int, grad: bool, dtype: str, amd: str, other: str, monkeypatch: Any
-) -> None:
-    how: dict[str, Any] = {"dtype": dtype, "device": "cpu", "precision": "highest"}
-    p = problem(piece, m, 1024, 4096, 1024, needs_grad=grad, **how)
-    for name, first in (("AMD EPYC", amd), ("Graviton", other)):
-        monkeypatch.setattr(device_module, "cpu_name", lambda name=name: name)
-        monkeypatch.setattr(gemm.products, "cpu_flags", lambda: frozenset({"avx512f"}))
-        monkeypatch.setattr(gemm.products, "is_wide_amd", lambda: False)
-        assert registry.family("gated_mlp").prefer(p)[0] == first, name

@@ -14,16 +14,13 @@ from torch import Tensor
 import fastlinear as fl
 from fastlinear.activations.reference import NAMES as ACTIVATIONS
 from fastlinear.activations.reference import activation as activation_of
-from fastlinear.core import device as device_module
 from fastlinear.core.compare import judge
 from fastlinear.dispatch.backend import family
 from fastlinear.families.gated import reference
-from fastlinear.families.gated.cpu import cpp, onednn
 from fastlinear.families.gated.cpu import gate as cpp_gate
+from fastlinear.families.gated.cpu import onednn
 from fastlinear.families.gated.problem import problem
-from fastlinear.families.gated.selection import choices_of
 from fastlinear.families.gated.stacking import NO_BIASES, ORDERS, Biases, Pre, Weights
-from fastlinear.native import cpp_build
 
 HAS_ONEDNN = onednn.reason_not(problem("forward", *(7, 8, 8, 8), dtype="float32", device="cpu"))
 HAS_ONEDNN_BFLOAT16 = onednn.reason_not(
@@ -139,29 +136,6 @@ def test_the_callers_gradient_is_not_overwritten() -> None:
         before = dy.clone()
         torch.autograd.grad(y, x, dy)
         assert torch.equal(dy, before)
-
-
-def test_defaults_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_module, "cpu_name", lambda: "Intel Xeon")  # AMD's have others
-
-    def names(m: int, grad: bool, dtype: str = "float32") -> list[str]:
-        p = problem("forward", m, 512, 1024, 512, dtype=dtype, device="cpu", needs_grad=grad)
-        return [c.backend.name for c in choices_of(p)]
-
-    assert names(1, False) == ["eager"]
-    assert names(1, True)[:2] == ["eager", "eager"]
-    if HAS_ONEDNN is None and cpp_gate.reason_not() is None:
-        assert names(256, False) == ["onednn"]
-        assert names(256, True) == ["onednn", "cpp", "pieces"]
-    if HAS_ONEDNN_BFLOAT16 is None and cpp_gate.reason_not() is None:
-        assert names(256, False, "bfloat16") == ["onednn"]
-        assert names(1024, False, "bfloat16") == ["cpp"]
-        assert names(256, True, "bfloat16") == ["cpp", "cpp", "pieces"]
-    assert names(256, False, "float64") == ["eager"]
-    monkeypatch.setattr(cpp_build, "compiler", lambda: None)
-    assert names(256, True)[:2] == ["eager", "eager"]
-    p = problem("forward", *(7, 8, 8, 8), dtype="float32", device="cpu")
-    assert "compiler" in str(cpp.reason_not(p))
 
 
 @needs_cpp

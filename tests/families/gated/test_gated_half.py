@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fastlinear as fl
-from fastlinear.families.gated import backends, reference
+from fastlinear.families.gated import reference
 from fastlinear.families.gated.cpu import half
 from fastlinear.families.gated.stacking import ORDERS, Biases, Weights
 from fastlinear.kernels.cpu import half as library
@@ -72,27 +72,6 @@ def test_biases_of_which_one_half_has_some() -> None:
         got = half.forward(x, weights, added, "gelu", "apart", False)[0]
         want = reference.forward(x, weights, added, "gelu", "apart", False)[0]
         torch.testing.assert_close(got, want, rtol=0.03, atol=0.03)
-
-
-def test_who_takes_it() -> None:
-    def first(m: int, k: int, dtype: str, **more: object) -> str:
-        p = backends.problem("forward", m, k, 1024, k, dtype=dtype, device="cpu", **more)  # type: ignore[arg-type]
-        return backends.FAMILY.prefer(p)[0]
-
-    tiles = "amx_bf16" in library.cpu_flags()
-    own = "avx512_fp16" in library.cpu_flags()
-    assert (first(1, 1024, "bfloat16") == "half_cpp") is not tiles
-    assert (first(32, 1024, "bfloat16", needs_grad=True) == "half_cpp") is not tiles
-    assert (first(64, 1024, "float16") == "half_cpp") is not own
-    assert "half_cpp" not in (
-        first(33, 1024, "bfloat16"),
-        first(4096, 1024, "float16"),
-        first(16, 64, "float16"),
-        first(16, 1024, "float32"),
-        first(16, 1024, "float16", needs_grad=True),
-        first(1, 1024, "bfloat16", needs_grad=True),
-        first(16, 1024, "float16", w="strided"),
-    )
 
 
 def test_the_op_with_gradients() -> None:

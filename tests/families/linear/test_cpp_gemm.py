@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.activations.reference import NAMES
-from fastlinear.families.linear import defaults, reference
+from fastlinear.families.linear import reference
 from fastlinear.families.linear.cpu import gemm
 from fastlinear.families.linear.problem import problem
 from fastlinear.kernels.cpu import gemm as library
@@ -157,33 +157,3 @@ def test_a_layer_by_name() -> None:
     torch.testing.assert_close(y.double(), exact, rtol=2e-5, atol=2e-6)
     for got, want in zip(grads, torch.autograd.grad(exact.sum(), wide), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
-
-
-def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    if library.why_not_loaded() is not None:
-        pytest.skip("needs the compiled library")
-
-    def taken(piece: str, m: int, k: int = 1024) -> bool:
-        p = problem(piece, m, k, 1024, dtype="float32", device="cpu", activation="relu")
-        return defaults.prefer(p)[0] == "gemm_cpp"
-
-    processors = {"amd": ("AMD EPYC", {"avx2"}), "zen4": ("AMD EPYC", {"avx2", "avx512f"})}
-    processors["intel"] = ("Intel(R) Xeon(R)", {"avx2", "avx512f"})
-    monkeypatch.setattr(gemm, "is_wide_amd", lambda: False)
-    for name, (cpu, flags) in processors.items():
-        monkeypatch.setattr(gemm, "is_amd", lambda cpu=cpu: "AMD" in cpu)
-        monkeypatch.setattr(gemm, "cpu_flags", lambda flags=flags: frozenset(flags))
-        for piece, least in (("forward", 16), ("grad_input", 16), ("grad_weight", 32)):
-            assert taken(piece, least) is (name == "amd")
-            assert not taken(piece, least - 1)
-            assert not taken(piece, least, 64)
-        assert not taken("grad_pre", 64)
-    monkeypatch.setattr(gemm, "is_wide_amd", lambda: True)
-    for piece in ("forward", "grad_input", "grad_weight"):
-        assert taken(piece, 64, 512)
-        assert taken(piece, 64, 64)
-        assert not taken(piece, 15)
-    assert not taken("forward", 64)  # large weights and large products of x are oneDNN's
-    assert not taken("forward", 1024, 512)
-    assert not taken("grad_input", 256)
-    assert taken("grad_weight", 4096)

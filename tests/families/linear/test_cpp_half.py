@@ -11,9 +11,8 @@ from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.activations.reference import NAMES
-from fastlinear.families.linear import backends, reference
+from fastlinear.families.linear import reference
 from fastlinear.families.linear.cpu import half
-from fastlinear.families.linear.problem import problem
 from fastlinear.kernels.cpu import half as library
 
 _WHY_NOT = library.reason_not("bfloat16", 1)
@@ -99,31 +98,6 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(y, found[0]) for y in found)
-
-
-def test_who_takes_it() -> None:
-    """Weights worth it, bfloat16 of few rows only and where the library has no tiles."""
-
-    def first(m: int, k: int, dtype: str, **more: str) -> str:
-        p = problem("forward", m, k, 1024, dtype=dtype, device="cpu", **more)  # type: ignore[arg-type]
-        able = [b.name for b in backends.FAMILY.candidates("forward") if b.reason_not(p) is None]
-        return next(name for name in backends.FAMILY.prefer(p) if name in able)
-
-    tiles = "amx_bf16" in library.cpu_flags()
-    own = "avx512_fp16" in library.cpu_flags()
-    assert (first(1, 1024, "bfloat16") == "half_cpp") is not tiles
-    assert (first(32, 1024, "bfloat16") == "half_cpp") is not tiles
-    for m in (1, 512):
-        assert (first(m, 1024, "float16") == "half_cpp") is not own
-    others = [
-        first(33, 1024, "bfloat16"),
-        first(4096, 1024, "float16"),
-        first(4, 128, "float16"),
-        first(4, 1024, "float32"),
-        first(4, 1024, "float16", w_layout="kn"),
-        first(4, 1024, "float16", x_layout="strided"),
-    ]
-    assert "half_cpp" not in others
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastlinear.core import device as device_module
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.tune import tune
-from fastlinear.families.linear import backends, defaults, reference
+from fastlinear.families.linear import backends, reference
 from fastlinear.families.linear import problem as posed
 from fastlinear.families.linear.autograd import backward_of
 from fastlinear.families.linear.cuda import gemm
@@ -239,39 +238,3 @@ def test_three_tf32_products_stay_away_where_pytorch_is_more_accurate() -> None:
         assert why(m, k, 2048, precision="high") is None
     half = posed.problem("forward", 8, 512, 512, dtype="bfloat16", device="cuda")
     assert backends._reason_not_precise(half) is None
-
-
-@pytest.mark.parametrize(
-    ("piece", "sizes", "activation", "dtype", "amd", "other"),
-    [
-        ("forward", (2, 1024, 4096), "gelu", "float32", "onednn", "eager"),
-        ("forward", (1, 1024, 4096), "none", "float32", "onednn", "eager"),
-        ("forward", (512, 256, 256), "none", "float32", "onednn", "eager"),
-        ("forward", (1, 512, 512), "gelu", "float32", "eager", "eager"),
-        ("forward", (0, 1024, 4096), "gelu", "float32", "eager", "eager"),
-        ("forward", (2, 1024, 4096), "gelu", "bfloat16", "eager", "eager"),
-        ("forward", (512, 256, 256), "none", "bfloat16", "eager", "eager"),
-        ("grad_input", (64, 768, 3072), "gelu", "float32", "onednn", "eager"),
-        ("grad_input", (64, 768, 3072), "gelu", "bfloat16", "eager", "eager"),
-        ("grad_input", (8, 256, 256), "gelu", "float32", "eager", "eager"),
-        ("grad_weight", (64, 768, 3072), "gelu", "float32", "eager", "eager"),
-    ],
-)
-def test_amds_processors_have_an_order_of_their_own(
-    piece: str,
-    sizes: tuple[int, int, int],
-    activation: str,
-    dtype: str,
-    amd: str,
-    other: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    p = posed.problem(
-        piece, *sizes, dtype=dtype, device="cpu", activation=activation, precision="highest"
-    )
-    for own in (defaults.half, defaults.cpp_gemm):  # whatever this one is
-        monkeypatch.setattr(own, "pays", lambda _: False)
-    for name, first in (("AMD EPYC", amd), ("Graviton", other)):
-        monkeypatch.setattr(device_module, "cpu_name", lambda name=name: name)
-        monkeypatch.setattr(defaults.cpp, "cpu_name", lambda name=name: name)
-        assert backends.FAMILY.prefer(p)[0] == first, name

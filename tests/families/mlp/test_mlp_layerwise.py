@@ -16,7 +16,6 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.select import Choice
 from fastlinear.families.linear import selection as linear_act_selection
-from fastlinear.families.linear.cpu import half as cpp_half
 from fastlinear.families.linear.problem import WHOLE_BACKWARD
 from fastlinear.families.linear.selection import whole_is_measured
 from fastlinear.families.mlp import layerwise, reference
@@ -172,11 +171,3 @@ def test_on_cuda() -> None:
     on = [x.cuda(), tuple(w.cuda() for w in ws), tuple(b.cuda() for b in bs)]
     y = fl.mlp(*on, backend="layerwise")
     assert torch.allclose(y.cpu(), reference.mlp(x, ws, bs, "relu", "none"), atol=1e-3)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_16_bit_numbers_go_layer_by_layer_on_the_cpu_where_layers_have_a_kernel(dtype: str) -> None:
-    for m, width in ((4, 1024), (16, 512), (64, 1024), (4, 128)):
-        p = problem("forward", m, (width,) * 5, dtype=dtype, device="cpu", activation="silu")
-        able = cpp_half.pays(layerwise.layer_problems(p)[0])
-        assert not able or family("mlp").prefer(p) == ("layerwise", "eager")

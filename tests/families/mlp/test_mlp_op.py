@@ -271,7 +271,7 @@ def test_forced_backends_and_explain() -> None:
         with pytest.raises(InputError, match="backend in"):
             fl.mlp(x, ws, bs, backend=name)
     story = fl.explain(x, ws, bs, needs_grad=True)
-    assert [c.problem.piece for c in story.choices] == ["forward", "backward"]
+    assert [c.problem.piece for c in story.choices][:2] == ["forward", "backward"]
     assert "not whole_cuda" in str(story)
     assert [c.problem.family for c in fl.explain(x, ws[0], bs[0]).choices] == ["linear_act"]
     with pytest.raises(InputError, match=r"weights\[1\]"):

@@ -100,7 +100,10 @@ def test_the_bits_of_pythons_loop(
                         activation,
                         final,
                     )
-                    assert judge("tape", y, want, exact).passed
+                    python = way.python(x, ws, biases)
+                    assert torch.equal(y, python)
+                    factor = 4.0  # of 16 numbers torch's error is a matter of luck
+                    assert judge("tape", y, want, exact, factor=factor).passed
                     assert not torch.equal(y, way(x + 1, ws, biases))
 
 

@@ -13,9 +13,6 @@ from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.problem import Problem
 from fastlinear.families.diagonal import reference
 
-QUICK = ("none", "relu", "leaky_relu")
-"""Activations whose pass over memory in the caches costs next to nothing."""
-
 
 def reason_not(problem: Problem) -> str | None:
     """Why this backend cannot serve a forward Problem, or None."""

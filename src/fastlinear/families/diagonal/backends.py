@@ -37,27 +37,14 @@ _CPP_SOURCES = ("families/diagonal/cpu", *CPP_SOURCES)
 def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
     numbers = p.dim("M") * p.dim("K")
-    if p.device == "cuda":
+    if p.device != "cpu":
         if p.piece == STEP:
             # a node of autograd in Python costs the host more than PyTorch's own two
             host_bound = numbers < _MANY and not p.captured
             alone = host_bound and autograd_node.reason_not() is not None
             return ("eager", "pieces") if alone else ("pieces", "eager")
         return ("triton", "addcmul", "eager") if p.piece == "forward" else ("triton", "eager")
-    without_python = autograd_node.reason_not() is None
-    quick = p.option("activation") in addcmul.QUICK
-    if p.piece == STEP:
-        least = cpp.LEAST_STEP_QUICK if quick else cpp.LEAST_STEP
-        return ("pieces", "eager") if without_python or numbers >= least else ("eager",)
-    if p.piece == "backward":
-        return ("cpp", "eager") if without_python or numbers >= cpp.LEAST else ("eager",)
-    # without an activation or a residual PyTorch takes one pass as well, slower of 16-bit numbers
-    one_pass = p.option("activation") == "none" and p.option("residual") == "no"
-    if one_pass and not p.needs_grad and p.dtype == "float32":
-        ours = numbers >= cpp.LEAST_NEW or (without_python and numbers <= cpp.MOST_ALONE)
-    else:
-        ours = without_python or numbers >= (cpp.LEAST_QUICK if quick else cpp.LEAST)
-    return (*(("cpp",) if ours else ()), "addcmul", "eager")
+    return ("eager",)
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
@@ -174,6 +161,7 @@ FAMILY = register_family(
         make_inputs=_make_inputs,
         reference=_reference,
         cost=cost,
+        work=deferred(f"{_HERE}.work:work"),
         examples=_examples,
         space=SPACE,
         command=f"{_HERE}.command:COMMAND",

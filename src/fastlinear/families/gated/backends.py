@@ -14,10 +14,16 @@ from torch import Tensor
 
 from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
-from fastlinear.core.device import is_amd
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend, Family, always, register_family, why_no_gpu
+from fastlinear.dispatch.backend import (
+    Backend,
+    Family,
+    always,
+    deferred,
+    register_family,
+    why_no_gpu,
+)
 from fastlinear.dispatch.drawn import Draw
 from fastlinear.families.gated import reference
 from fastlinear.families.gated.cpu import cpp, gemm, half, onednn
@@ -39,7 +45,6 @@ _TRITON_SOURCES = (
     *("families/linear/triton", "families/linear/cuda", *TRITON_SOURCES, *CUDA_SOURCES),
 )
 _LEAST = 1 << 15  # numbers of a pre-activation from which fewer passes pay
-_LARGE_WEIGHT = 1 << 20  # numbers, which MKL reads at half the rate where rows are few
 _LEAST_ROWS = 33  # tiles of 64 rows that are more than half filled; measured at 64
 _CUDA_SOURCES = ("families/gated/cuda", "families/gated/products.py", *CUDA_SOURCES)
 
@@ -65,31 +70,16 @@ def _reason_not_pieces(p: Problem) -> str | None:
 
 def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
-    amd = (
-        p.device == "cpu" and p.dtype == "float32" and is_amd()
-    )  # MKL's products fall behind there
-    large = p.dim("K") * p.dim("H") >= _LARGE_WEIGHT and p.dim("M") > 0
+    if p.device == "cpu":
+        return ("eager",)
     tiny = p.dim("M") * p.dim("H") < _LEAST  # PyTorch's own calls cost the host least
-    if p.device == "cpu" and not (tiny and p.needs_grad) and half.pays(p):
-        return ("half_cpp", "eager")
-    if p.device == "cpu" and p.piece != STEP and gemm.pays(p):
-        return ("gemm_cpp", "onednn", "cpp", "eager")
-    if amd and large and p.piece == "forward" and not p.needs_grad:
-        return ("onednn", "cpp", "eager")
     if tiny:
         return ("eager", "pieces") if p.piece == STEP else ("eager",)
     if p.piece == STEP:
         return ("pieces", "eager")
-    if p.device != "cpu":
-        # of few rows a tile of the backward leaves most of its multiplications unused
-        own = p.piece == "forward" or p.dim("M") >= _LEAST_ROWS
-        return (*(("cuda",) if own else ()), "elementwise", "eager")
-    # oneDNN's products are the faster ones as long as no operand is transposed; PyTorch's own of
-    # bfloat16 are oneDNN's where the processor has such products, and of few tokens the activation
-    # behind one of them is what counts
-    few = not p.needs_grad and p.dim("M") <= (512 if p.option("order") == "apart" else 256)
-    fused = p.piece == "forward" and (p.dtype == "float32" or (p.dtype == "bfloat16" and few))
-    return (*(("onednn",) if fused or amd else ()), "cpp", "eager")
+    # of few rows a tile of the backward leaves most of its multiplications unused
+    own = p.piece == "forward" or p.dim("M") >= _LEAST_ROWS
+    return (*(("cuda",) if own else ()), "elementwise", "eager")
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
@@ -268,6 +258,7 @@ FAMILY = register_family(
         make_inputs=_make_inputs,
         reference=_reference,
         cost=cost,
+        work=deferred(f"{_HERE}.work:work"),
         examples=_examples,
         space=SPACE,
         command=f"{_HERE}.command:COMMAND",

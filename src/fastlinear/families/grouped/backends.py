@@ -18,7 +18,14 @@ from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend, Family, always, register_family, why_no_gpu
+from fastlinear.dispatch.backend import (
+    Backend,
+    Family,
+    always,
+    deferred,
+    register_family,
+    why_no_gpu,
+)
 from fastlinear.dispatch.drawn import Draw
 from fastlinear.families.grouped import layout as layouts
 from fastlinear.families.grouped import reference, torch_backends
@@ -277,6 +284,7 @@ FAMILY = register_family(
         make_inputs=_make_inputs,
         reference=_reference,
         cost=cost,
+        work=deferred(f"{_HERE}.work:work"),
         examples=_examples,
         space=SPACE,
         command=f"{_HERE}.command:COMMAND",

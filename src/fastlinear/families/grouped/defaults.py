@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 
 from fastlinear.core.problem import Problem
-from fastlinear.families.grouped.cpu import cpp
 from fastlinear.families.grouped.cuda import (
     group_map,
     packed_groups_backward,
@@ -41,7 +40,7 @@ def prefer(p: Problem) -> tuple[str, ...]:
         own_autograd = slow_host and numbers < _HOST_BOUND
         return ("eager", "pieces") if own_autograd else ("pieces", "eager")
     if p.device != "cuda":
-        return ("cpp", "eager") if cpp.pays(p) else ("eager",)
+        return ("eager",)
     # measured on an H200 and an H100, over the sizes in README.md
     if p.piece == "backward":
         return _prefer_backward(p)

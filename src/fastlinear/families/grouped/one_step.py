@@ -54,6 +54,7 @@ def family(
         make_inputs=make_inputs,
         reference=reference,
         cost=cost,
+        work=deferred("fastlinear.families.grouped.work:work"),
         examples=examples,
         space=space,
         command=f"{home}.command:COMMAND",

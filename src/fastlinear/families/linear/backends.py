@@ -319,6 +319,7 @@ FAMILY = register_family(
         make_inputs=_make_inputs,
         reference=_reference,
         cost=defaults.cost,
+        work=deferred(f"{_HERE}.work:work"),
         examples=_examples,
         space=SPACE,
         command=f"{_HERE}.command:COMMAND",

@@ -9,8 +9,6 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.families.linear import padded_problem
-from fastlinear.families.linear.cpu import cpp, half, onednn
-from fastlinear.families.linear.cpu import gemm as cpp_gemm
 from fastlinear.families.linear.cuda import few_rows_config
 from fastlinear.families.linear.problem import PIECES, STEP, WHOLE_BACKWARD
 from fastlinear.families.linear.triton import config
@@ -23,7 +21,9 @@ _TF32X3_MIN_WORK = 1 << 24
 
 
 def prefer(p: Problem) -> tuple[str, ...]:
-    """Analytic order, used only where no measurement covers the Problem."""
+    """Analytic order on a GPU, used only where no measurement covers the Problem."""
+    if p.device == "cpu":
+        return ("eager",)
     if p.piece == STEP:
         # without nodes in C++ the formula is Python's, which asks more of the host
         slow_host = p.device == "cuda" and not p.captured and autograd_node.reason_not() is not None
@@ -35,13 +35,6 @@ def prefer(p: Problem) -> tuple[str, ...]:
         one_launch = p.device == "cuda" and pays and (m <= 64 or padded_problem.aligned(p))
         first = ("triton",) if one_launch else ("padded",) if padded_problem.pays(p) else ()
         return (*first, "pieces", "eager")
-    if p.device == "cpu":
-        if half.pays(p):
-            return ("half_cpp", "eager")
-        if cpp_gemm.pays(p):
-            return ("gemm_cpp", "eager")
-        own = p.piece == "forward" and onednn.is_heavy(p) and cpp.pays(p)
-        return (*(("cpp",) if own else ()), *(("onednn",) if onednn.pays(p) else ()), "eager")
     first = ("triton",) if _triton_pays(p) else ()
     m, k, n = (p.dim(name) for name in ("M", "K", "N"))
     if p.piece == "forward" and few_rows_config.pays(m, k, n, FLOAT_DTYPES[p.dtype]):

@@ -56,8 +56,8 @@ def select_backward(p: Problem) -> tuple[Choice, ...]:
     chosen = tuple(select(p.with_piece(piece)) for piece in posed.BACKWARD_PIECES)
     if one and all(c.source == "default" for c in chosen):
         return (whole,)
-    if one or whole.backend.name == "pieces":
-        return chosen
+    if one or whole.backend.name == "pieces" or whole.source == "predicted":
+        return chosen  # pieces of PyTorch's own are among what is predicted of each
     reason = f"PyTorch's own ops were chosen for the whole backward ({whole.reason})"
     own = (replace(select(c.problem, "eager"), source=whole.source, reason=reason) for c in chosen)
     return tuple(own)

@@ -16,13 +16,11 @@ from torch import Tensor
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
-from fastlinear.core.device import is_wide_amd
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, always, deferred, register_family
 from fastlinear.dispatch.drawn import Draw
 from fastlinear.families.linear import backends as linear_act
-from fastlinear.families.linear.cpu import gemm, half
 from fastlinear.families.mlp import layerwise, reference
 from fastlinear.families.mlp.cpu import whole as whole_cpp
 from fastlinear.families.mlp.cuda import backend
@@ -42,10 +40,6 @@ from fastlinear.kernels import CPP_SOURCES, CUDA_SOURCES, TRITON_SOURCES
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 
 _HERE = "fastlinear.families.mlp"
-_MOST_IN_OURS = 512  # rows up to which layers in products of ours were ahead; two cores with AVX2
-# training on AMD's processors of 512 bits: multiplications of a layer from which chains and layers
-# of ours are ahead; rows up to which it is the chain
-_LEAST_WIDE, _FEW_ROWS_WIDE = 1 << 20, 256
 _CPP_SOURCES = (
     *("families/mlp/cpu", *CPP_SOURCES),
     *("fastpath/lookup.cpp", "fastpath/call.h", "fastpath/plans.h"),
@@ -60,39 +54,7 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
     if p.piece == STEP:
         return ("pieces", "eager")
-    return _prefer_cpu(p) if p.device == "cpu" else _prefer_cuda(p)
-
-
-def _prefer_cpu(p: Problem) -> tuple[str, ...]:
-    m, widest = p.dim("M"), max(widths_of(p))
-    wide = is_wide_amd() and p.dtype == "float32"
-    ours = not wide and _in_our_products(p)
-    least = min(m * k * n for k, n in pairwise(widths_of(p)))
-    if p.needs_grad and wide and least >= _LEAST_WIDE:
-        first = ("whole_cpp",) if m <= _FEW_ROWS_WIDE else ()
-        return (*first, "layerwise", "eager")
-    if p.needs_grad and ours:
-        return ("layerwise", "eager")
-    if p.needs_grad:
-        small = m <= 64 and widest <= 1024 and p.dim("L") >= 6
-        return ("whole_cpp", "eager") if small else ("eager",)
-    if any(half.pays(layer) for layer in layerwise.layer_problems(p)):
-        return ("layerwise", "eager")
-    layered = _layered(p, 1 << 16)
-    whole = widest <= 256 or m <= 128 or (m * widest <= 1 << 19 and not ours)
-    return ("whole_cpp", *layered) if whole else layered
-
-
-def _in_our_products(p: Problem) -> bool:
-    """Whether every layer by itself has products of ours that are faster than the library's."""
-    forwards = (layer for layer in layerwise.layer_problems(p) if layer.piece == "forward")
-    return p.dim("M") <= _MOST_IN_OURS and all(map(gemm.pays, forwards))
-
-
-def _layered(p: Problem, numbers: int) -> tuple[str, ...]:
-    """layerwise where activations are large enough to repay its Python, else PyTorch's ops."""
-    large = p.dim("M") * max(widths_of(p)) >= numbers
-    return ("layerwise", "eager") if large else ("eager",)
+    return ("eager",) if p.device == "cpu" else _prefer_cuda(p)
 
 
 def _prefer_cuda(p: Problem) -> tuple[str, ...]:
@@ -248,6 +210,7 @@ FAMILY = register_family(
         make_inputs=_make_inputs,
         reference=_reference,
         cost=cost,
+        work=deferred(f"{_HERE}.work:work"),
         examples=_examples,
         space=SPACE,
         command=f"{_HERE}.command:COMMAND",

@@ -8,6 +8,7 @@ does as well, and a buffer of our own would have to outlive any CUDA graph it wa
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -186,34 +187,42 @@ def problem_of(
     )
 
 
+def layers_of(p: Problem) -> tuple[Problem, ...]:
+    """The linear_act Problem of each layer of an mlp Problem, with its piece, in their order. Of
+    ``"some"`` biases every second layer is taken to have one."""
+    biased = {"yes": (True, True), "no": (False, False), "some": (True, False)}[p.option("bias")]
+    layers = zip(pairwise(widths_of(p)), activations_of(p), strict=True)
+    return tuple(
+        linear_act.problem(
+            p.piece,
+            *(p.dim("M"), k, n),
+            dtype=p.dtype,
+            device=p.device,
+            activation=name,
+            bias=biased[i % 2],
+            needs_grad=p.needs_grad,
+            x_layout=p.option("x") if i == 0 else "rows",
+            w_layout="kn" if p.option("w") == "mixed" and i % 2 == 0 else "nk",
+            precision=p.precision,
+            captured=p.captured,
+        )
+        for i, ((k, n), name) in enumerate(layers)
+    )
+
+
 def layer_problems(p: Problem) -> tuple[Problem, ...]:
     """The distinct linear_act Problems whose choices ``layerwise`` takes for an mlp Problem: the
     forward of every layer, and with ``needs_grad`` the pieces of its backward."""
     found: dict[Problem, None] = {}
-    biased = {"yes": (True, True), "no": (False, False), "some": (True, False)}[p.option("bias")]
-    for i, ((k, n), name) in enumerate(zip(pairwise(widths_of(p)), activations_of(p), strict=True)):
-        pieces = [("forward", biased[i % 2])]
-        if p.needs_grad:
-            pieces += [(piece, True) for piece in linear_act.BACKWARD_PIECES]
-            pieces.append((linear_act.WHOLE_BACKWARD, True))
-        for piece, bias in pieces:
-            layer = linear_act.problem(
-                piece,
-                p.dim("M"),
-                k,
-                n,
-                dtype=p.dtype,
-                device=p.device,
-                activation=name,
-                bias=bias,
-                needs_grad=p.needs_grad,
-                x_layout=p.option("x") if i == 0 else "rows",
-                w_layout="kn" if p.option("w") == "mixed" and i % 2 == 0 else "nk",
-                precision=p.precision,
-                captured=p.captured,
-            )
-            if piece != linear_act.WHOLE_BACKWARD or whole_is_measured(layer):
-                found[layer] = None
+    for layer in layers_of(p.with_piece("forward")):
+        found[layer] = None
+        options = tuple((k, "yes" if k == "bias" else v) for k, v in layer.options)
+        biased = replace(layer, options=options)
+        for piece in (*linear_act.BACKWARD_PIECES, linear_act.WHOLE_BACKWARD):
+            if p.needs_grad and (
+                piece != linear_act.WHOLE_BACKWARD or whole_is_measured(biased.with_piece(piece))
+            ):
+                found[biased.with_piece(piece)] = None
     return tuple(found)
 
 

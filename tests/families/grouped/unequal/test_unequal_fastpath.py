@@ -434,7 +434,7 @@ def test_states_that_it_must_not_serve() -> None:
     torch.testing.assert_close(found, batch @ plain[1][0].t())
     with torch.inference_mode():
         for _ in range(3):
-            ys = fl.unequal_linear(*lists, activation="relu")
+            ys = fl.unequal_linear(*lists, activation="relu", backend="together")
             assert all(y.is_inference() for y in ys)
     same(ys, by_python(lists))
 
@@ -445,11 +445,12 @@ def test_sequences_of_any_kind() -> None:
     parameters = torch.nn.ParameterList(weights)
     for given in ((xs, weights), (tuple(xs), tuple(weights)), (xs, parameters)):
         for _ in range(3):
-            ys = fl.unequal_linear(*given, activation="relu")
+            ys = fl.unequal_linear(*given, activation="relu", backend="together")
             assert type(ys) is list
             same(ys, expected)
         assert served(ys)
-    same(fl.unequal_linear(iter(xs), iter(weights), activation="relu"), expected)  # type: ignore[arg-type]
+    ys = fl.unequal_linear(iter(xs), iter(weights), activation="relu", backend="together")  # type: ignore[arg-type]
+    same(ys, expected)
 
 
 def test_more_groups_than_the_fast_path_reads_and_changing_sizes(

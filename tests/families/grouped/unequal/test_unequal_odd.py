@@ -50,7 +50,7 @@ def test_other_data_behind_the_forward_is_refused() -> None:
     """``.data`` tells nobody; no kernel may read beyond what is there."""
     for _ in range(4):
         xs, ws = drawn()
-        ys = fl.unequal_linear(xs, ws, activation="silu")
+        ys = fl.unequal_linear(xs, ws, activation="silu", backend="together")
         xs[0].data = torch.randn(400, 8)
         with pytest.raises(InputError, match="shapes they had in the forward"):
             torch.autograd.grad(ys[0].sum(), ws[0])

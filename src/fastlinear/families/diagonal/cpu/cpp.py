@@ -22,14 +22,6 @@ from fastlinear.kernels.cpu import allocator
 from fastlinear.native import cpp_build
 
 SOURCE = Path(__file__).with_name("diagonal.cpp")
-# Numbers of x from which a pass of our own pays, on two cores, where a call goes through Python:
-LEAST = 1 << 15
-LEAST_QUICK = 1 << 19  # over PyTorch's passes with an activation that costs next to nothing
-LEAST_STEP = 1 << 15  # over PyTorch's own autograd
-LEAST_STEP_QUICK = 1 << 18  # the same with an activation that costs next to nothing
-# The same where it does not, over one pass of PyTorch's: for the large pages of the result, and up
-# to which one thread computes
-LEAST_NEW, MOST_ALONE = 1 << 23, 1 << 15
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # diagonal.cpp's numbers
 _CHUNKS = 16  # of rows, each with sums of its own, whatever the number of threads
 _FRESH_BYTES = 1 << 25  # new results from this size on get large pages

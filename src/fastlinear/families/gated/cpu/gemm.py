@@ -11,22 +11,11 @@ from fastlinear.families.gated.cpu import gate as cpp_gate
 from fastlinear.families.gated.products import Gate, Products, backward_by, forward_by
 from fastlinear.families.gated.stacking import Biases, Gradients, Needs, Pre, Weights
 from fastlinear.families.linear.cpu import gemm as products
-from fastlinear.families.linear.problem import problem as layer_problem
 
 
 def reason_not(problem: Problem) -> str | None:
     """Why it cannot serve a Problem of any piece, or None. Compiles nothing."""
     return products.reason_not(problem) or cpp_gate.reason_not()
-
-
-def pays(problem: Problem) -> bool:
-    """Whether it is taken where nothing was measured: where a product of gate and up by itself is
-    faster than the libraries' (linear_act)."""
-    if reason_not(problem) is not None:
-        return False
-    piece = "forward" if problem.piece == "forward" else "grad_input"
-    m, k, h = (problem.dim(name) for name in ("M", "K", "H"))
-    return products.pays(layer_problem(piece, m, k, h, dtype="float32", device="cpu"))
 
 
 def forward(

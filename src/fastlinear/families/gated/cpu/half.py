@@ -11,7 +11,6 @@ from torch import Tensor
 from fastlinear.core.problem import Problem
 from fastlinear.families.gated.cpu import gate
 from fastlinear.families.gated.stacking import Biases, Pre, Weights, split_biases, split_weights
-from fastlinear.families.linear.cpu import half as layers
 from fastlinear.kernels.cpu import half
 
 
@@ -25,15 +24,6 @@ def reason_not(problem: Problem) -> str | None:
         return "with gradients bfloat16 only: the gate's own passes have no float16"
     why = half.reason_not(problem.dtype, problem.dim("M"))
     return why or (gate.reason_not() if problem.needs_grad else None)
-
-
-def pays(problem: Problem) -> bool:
-    """Whether it is taken where nothing was measured: where one layer of such a size would be."""
-    return (
-        problem.piece == "forward"
-        and reason_not(problem) is None
-        and layers.pays_for(problem.dtype, problem.dim("K") * problem.dim("H"))
-    )
 
 
 def forward(

@@ -31,11 +31,6 @@ SOURCE = Path(__file__).with_name("grouped.cpp")
 NO_VECTORS = "written for processors with AVX2 or AVX-512"
 NO_HALF = "bfloat16 takes a processor with products of it, AMX or AVX512_BF16"
 _NOWHERE = (0, 0, 0, 0)
-# K·N up to which it wins over MKL's and oneDNN's products, and rows whose weights are read once:
-# two cores with AMX, 2 to 16384 rows; by pairs up to 256² in rows, 512² while developing; with AVX2
-# up to 384² while developing, but for the forward of at most 64 tokens groups first (128²)
-_MOST_SINGLE, _MOST_HALF, _FEW = 1 << 16, 1 << 18, 4
-_MOST_OF_FEW, _FEW_GROUPS_FIRST = 1 << 14, 64  # without AVX-512
 
 
 def reason_not(problem: Problem) -> str | None:
@@ -62,19 +57,6 @@ def why_no_products(
     if why is None and half and has_half is not None and about_to_run.get() and not has_half():
         return NO_HALF
     return why
-
-
-def pays(problem: Problem) -> bool:
-    """Whether it is taken by default: groups for which one library call each, and passes over
-    memory for bias and activation, cost more than the product."""
-    k, n = problem.dim("K"), problem.dim("N")
-    if problem.dtype == "float32":
-        if not has_widest_vectors() and problem.piece == "forward":
-            few = _FEW < problem.dim("M") <= _FEW_GROUPS_FIRST
-            if few and problem.option("order") == "groups":
-                return k * n <= _MOST_OF_FEW
-        return k * n <= _MOST_SINGLE or (problem.piece == "forward" and problem.dim("M") <= _FEW)
-    return k * n <= _MOST_HALF
 
 
 def forward(

@@ -50,8 +50,7 @@ def _reason_not_triton(p: Problem) -> str | None:
 
 def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
-    cpp_first = p.dtype == "float32" or p.dim("N") * p.dim("K") <= cpp.MOST_HALF
-    return ("triton", "cpp", "eager") if p.device == "cuda" or cpp_first else ("eager", "cpp")
+    return ("triton", "eager") if p.device == "cuda" else ("eager",)
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:

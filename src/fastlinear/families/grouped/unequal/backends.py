@@ -21,8 +21,6 @@ __all__ = ["FAMILY", "NAME", "problem"]
 # 1845 µs on an H100 where a loop takes 2132 on an H200, and of 330 million whose rows begin
 # anywhere 691 where it takes 1348.
 _MOST_FLOPS, _MOST_FLOPS_UNALIGNED, _MOST_FLOPS_SINGLE = 3_000_000_000, 400_000_000, 400_000_000
-# K·N of a group on the CPU, on average, up to which it wins over MKL's and oneDNN's products
-_MOST_WEIGHTS = {"float32": 1 << 17, "bfloat16": 1 << 18}
 _FEW_GROUPS = 4  # that a GPU computes one after the other as fast
 _SOURCES = (
     *("families/grouped/unequal/autograd.py", "families/grouped/unequal/layout.py"),
@@ -42,13 +40,13 @@ def _reason_not_together(p: Problem) -> str | None:
 def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem: all groups together
     where single products are too small to fill the machine."""
+    if p.device == "cpu":
+        return ("eager",)
     return ("together", "eager") if _pays(p) else ("eager", "together")
 
 
 def _pays(p: Problem) -> bool:
     groups, weights = p.dim("G"), p.dim("KN")
-    if p.device != "cuda":
-        return groups > 1 and weights <= _MOST_WEIGHTS.get(p.dtype, 0)
     most = _MOST_FLOPS if p.option("rows") == "aligned" else _MOST_FLOPS_UNALIGNED
     if p.dtype == "float32":
         most = _MOST_FLOPS_SINGLE

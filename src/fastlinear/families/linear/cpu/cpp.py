@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastlinear.core.device import cpu_name
 from fastlinear.core.problem import Problem
 from fastlinear.kernels.cpu import elementwise
 
@@ -25,19 +24,6 @@ def reason_not_forward(problem: Problem) -> str | None:
     if name not in _FORWARD and problem.option("bias") == "no":
         return f"torch's own pass is kept for {name} without a bias"
     return _reason_not(problem)
-
-
-def pays(problem: Problem) -> bool:
-    """Whether a forward of some arithmetic is best here where nothing was measured: behind MKL's
-    products a bias costs nothing, while torch copies it over the output before them."""
-    plain = problem.option("activation") == "none"
-    return (
-        problem.dtype == "float32"
-        and problem.option("bias") != "no"
-        and (not plain or problem.dim("K") >= 512)
-        and "intel" in cpu_name().lower()
-        and elementwise.why_not_loaded() is None
-    )
 
 
 def reason_not_grad_pre(problem: Problem) -> str | None:

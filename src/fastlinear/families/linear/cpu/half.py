@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastlinear.core.device import cpu_flags
 from fastlinear.core.problem import Problem
 from fastlinear.kernels.cpu import half
-
-_LEAST_WEIGHT = 1 << 18  # numbers from which reading them outweighs Python's call
 
 
 def reason_not(problem: Problem) -> str | None:
@@ -25,21 +22,6 @@ def reason_not(problem: Problem) -> str | None:
     if problem.option("w") != "nk":
         return "the weight has to be (N, K), contiguous"
     return half.reason_not(problem.dtype, problem.dim("M"))
-
-
-def pays(problem: Problem) -> bool:
-    """Whether it is taken where nothing was measured."""
-    weight = problem.dim("K") * problem.dim("N")
-    serves = problem.piece == "forward" and reason_not(problem) is None
-    return serves and pays_for(problem.dtype, weight)
-
-
-def pays_for(dtype: str, weight: int) -> bool:
-    """Whether a weight of so many numbers is worth a call from Python: on processors
-    without tiles (AMX) for bfloat16, or arithmetic for float16, of which the library makes use."""
-    if {"bfloat16": "amx_bf16", "float16": "avx512_fp16"}.get(dtype) in cpu_flags():
-        return False
-    return weight >= _LEAST_WEIGHT and half.why_not_loaded() is None
 
 
 def forward(

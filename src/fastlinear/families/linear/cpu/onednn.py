@@ -5,14 +5,11 @@ oneDNN's relu makes 0 of NaN where torch's keeps it, so relu is a pass of its ow
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from fastlinear.activations.reference import LEAKY_RELU_SLOPE
 from fastlinear.activations.reference import activation as activation_of
-from fastlinear.core.device import is_amd
 from fastlinear.core.problem import Problem
 
 # fastlinear's activation → (post-op, its scalars, its algorithm)
@@ -25,29 +22,6 @@ _POST_OPS: dict[str, tuple[str, list[float], str]] = {
     "tanh": ("tanh", [], ""),
     "leaky_relu": ("leaky_relu", [LEAKY_RELU_SLOPE], ""),
 }
-# oneDNN is ahead of MKL on AMD's processors from so many numbers of a weight, multiplications on
-_LARGE_WEIGHT = 1 << 20
-_LARGE_PRODUCT = 1 << 25
-
-
-def is_heavy(problem: Problem) -> bool:
-    """Whether a forward has arithmetic to save: oneDNN's call costs more than MKL's, which a node
-    in C++ makes without Python. On AMD's processors MKL reads large weights at half the rate where
-    rows are few."""
-    least = 1 << (23 if problem.needs_grad else 21)
-    m, k, n = problem.dim("M"), problem.dim("K"), problem.dim("N")
-    few = is_amd() and problem.dtype == "float32" and not problem.needs_grad
-    return (m >= 8 and m * k * n >= least) or (few and m > 0 and k * n >= _LARGE_WEIGHT)
-
-
-def pays(problem: Problem) -> bool:
-    """Whether a piece is oneDNN's where nothing was measured: forwards with an activation to fuse;
-    on AMD's processors those without one and dx as well, in float32."""
-    amd = is_amd() and problem.dtype == "float32"
-    if problem.piece == "grad_input":
-        return amd and math.prod(problem.dim(name) for name in "MKN") >= _LARGE_PRODUCT
-    fused = amd or problem.option("activation") != "none"
-    return problem.piece == "forward" and fused and is_heavy(problem)
 
 
 def reason_not(problem: Problem) -> str | None:

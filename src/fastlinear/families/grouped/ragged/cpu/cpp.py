@@ -25,8 +25,6 @@ from fastlinear.fastpath import recorder
 from fastlinear.native import cpp_build
 
 SOURCE = Path(__file__).with_name("ragged.cpp")
-MOST_HALF = 1 << 18
-"""K·N up to which bfloat16 tiles win over a loop of oneDNN's products."""
 _GEMM = "sgemm_"
 
 

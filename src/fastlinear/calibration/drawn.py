@@ -24,6 +24,7 @@ from fastlinear.activations.reference import NAMES as ACTIVATIONS
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family
+from fastlinear.dispatch.steps import STEP
 from fastlinear.families.gated.stacking import ORDERS
 
 INFERENCE, TRAINING = "inference", "train"
@@ -33,7 +34,6 @@ _PUBLISHED = (
 )
 _USUAL = ("none", "relu", "gelu", "gelu_tanh", "silu")
 _MOST_ROWS = 1 << 17
-_STEP = "step"
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,29 @@ class Drawn:
 def cases(
     name: str, seed: int, count: int, device: str, mode: str, dtypes: Sequence[str] = ()
 ) -> list[Drawn]:
-    """The first ``count`` cases of a family and seed; fewer of them are the first of these.
+    """The first ``count`` cases of a family and seed; fewer of them are the first of these."""
+    return [case(name, seed, i, device, mode, dtypes) for i in range(count)]
+
+
+def case(
+    name: str,
+    seed: int,
+    index: int,
+    device: str,
+    mode: str,
+    dtypes: Sequence[str] = (),
+    limit: Limit | None = None,
+) -> Drawn:
+    """The ``index``-th case of a family and seed.
 
     Args:
         name: the family's.
         device: ``"cpu"`` or ``"cuda"``.
         mode: ``"inference"`` or ``"train"``.
         dtypes: only these; by default the device's own mixture of three.
+        limit: the most that it may take; by default the device's in ``LIMITS``.
     """
-    return [Drawn(seed, i, _case(name, seed, i, device, mode, dtypes)) for i in range(count)]
-
-
-def _case(
-    name: str, seed: int, index: int, device: str, mode: str, dtypes: Sequence[str]
-) -> Problem:
-    rng, draw, limit = Random(f"{name} {mode} {seed} {index}"), _DRAWS[name], LIMITS[device]
+    rng, draw, most = Random(f"{name} {mode} {seed} {index}"), _DRAWS[name], limit or LIMITS[device]
     known = family(name)
     while True:
         shares = dict.fromkeys(dtypes, 1) or _DTYPES[device]
@@ -101,9 +109,9 @@ def _case(
         sizes, options = draw(rng)
         assert known.space is not None
         p = known.space.problem("forward", *sizes, **facts, **options)
-        least = known.cost(p.with_piece(_STEP) if mode == TRAINING else p)
-        if least.flops <= limit.flops and least.bytes <= limit.bytes:
-            return p
+        least = known.cost(p.with_piece(STEP) if mode == TRAINING else p)
+        if least.flops <= most.flops and least.bytes <= most.bytes:
+            return Drawn(seed, index, p)
 
 
 # --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Who takes part in a drawn case: every way of ours to compute it, and its peers.
+"""Every way to compute a drawn case: ours, one for each backend that can serve, and PyTorch's.
 
 Ours are ``fastlinear``, the public call; one arm for each other backend that can serve, forced; and
 in training, where pieces are chosen by themselves, one for each change of a single piece.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.drawn.space import Drawn
+from fastlinear.calibration.drawn import Drawn
 from fastlinear.core.errors import FastlinearError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family, home
@@ -62,9 +62,16 @@ def inputs_of(drawn: Drawn, device: torch.device, turn: int) -> tuple[Arguments,
     return (made[:-1], made[-1]) if steps is None else steps.as_call(made)
 
 
+def posed(drawn: Drawn, arguments: Arguments) -> Problem:
+    """The Problem of the public call, as dispatch sees it."""
+    front = front_of(drawn.problem.family)
+    asked = front.spec.problem((*arguments, None), drawn.problem.needs_grad)
+    return replace(asked, captured=drawn.problem.captured)
+
+
 def ours(drawn: Drawn, arguments: Arguments) -> Iterator[Arm]:
     """Our arms of a case, the public call first; none of two compute it alike."""
-    front, p = front_of(drawn.problem.family), drawn.problem
+    front, p = front_of(drawn.problem.family), posed(drawn, arguments)
     chosen = front.spec.choices(p, None, (*arguments, None))
     own = chosen[-1].problem.piece == STEP and chosen[-1].backend.name == EAGER
     took = {c.problem.piece: c.backend.name for c in chosen}

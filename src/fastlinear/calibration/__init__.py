@@ -1,0 +1,1 @@
+"""Calibration: calls drawn at random, measured, and the prices of work that explain their times."""

@@ -1,0 +1,141 @@
+"""Calibration: drawn calls are measured for some seconds, and the prices they tell are kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastlinear.calibration import drawn, ways
+from fastlinear.calibration.fit import Call, fit
+from fastlinear.calibration.measure import (
+    calls_of_pieces,
+    calls_of_ways,
+    measure_pieces,
+    measure_ways,
+)
+from fastlinear.core import files
+from fastlinear.core.device import device_facts
+from fastlinear.core.environment import environment
+from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.core.progress import Progress, silent
+from fastlinear.dispatch import cache, prices
+from fastlinear.dispatch.prices import Price, Prices, name_of
+from fastlinear.dispatch.work import FRESH, HOST
+
+_MODES = (drawn.INFERENCE, drawn.TRAINING)
+_QUICK = drawn.Limit(3e8, 1 << 25)  # of a case: many small ones tell more than few large ones
+_FRESH_LOG_US = -8.3  # a byte of new memory, where nobody measured it
+_WAYS_OF = 4  # of so many cases one is measured as whole calls
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What a calibration found.
+
+    Attributes:
+        prices: those now in use.
+        calls: how many calls were measured.
+        off_before, off_after: the median of |log(predicted / measured)| over them, by the prices
+            before and by those now; NaN where there were none before.
+        path: where they are kept.
+    """
+
+    prices: Prices
+    calls: int
+    off_before: float
+    off_after: float
+    path: Path
+
+
+def calibrate(
+    device: torch.device | str = "cpu",
+    *,
+    seconds: float = 10.0,
+    seed: int = 0,
+    rows: Path | None = None,
+    progress: Progress = silent,
+) -> Calibrated:
+    """Measure, fit, and write the prices to the user's cache.
+
+    Args:
+        device: a CPU; its threads are those torch has.
+        seconds: how long to measure.
+        seed: draws the calls.
+        rows: a file for what was measured, one JSON object a line.
+        progress: told of every case.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    where = torch.device(device)
+    facts = device_facts(where)
+    before = prices.shipped(facts)
+    pieces, whole = _rows(where, seconds, seed, progress)
+    if rows is not None:
+        header = {"device": facts.slug, "traits": prices.traits(facts), "env": environment(where)}
+        rows.write_text("".join(json.dumps(row) + "\n" for row in (header, *pieces, *whole)))
+    calls = [*calls_of_pieces(pieces)]
+    more = [*calls_of_ways(whole)]
+    found = from_calls(calls, more, facts.slug, before)
+    path = prices.own_path(facts)
+    files.make_folder(path.parent)
+    files.replace(path, json.dumps(found.to_json()).encode())
+    prices.forget()
+    cache.changed()
+    every = [*calls, *more]
+    return Calibrated(found, len(every), _off(before, every), _off(found, every), path)
+
+
+def from_calls(
+    pieces: Sequence[Call], whole: Sequence[Call], device: str, before: Prices | None = None
+) -> Prices:
+    """Prices from calls of pieces; then from whole calls, what the host pays and what else pieces
+    do not tell; or all from whole calls, where there are no others."""
+    start = {name_of(FRESH, dtype): Price(_FRESH_LOG_US) for dtype in FLOAT_DTYPES}
+    found = Prices(device, start | (dict(before.by_kind) if before is not None else {}))
+    if not pieces:
+        return fit(whole, device, found, lambda kind: kind != FRESH)
+    # all kinds have new memory in common: one after the other they are many small problems
+    found = fit(pieces, device, found, lambda kind: kind != FRESH)
+    paged = [one for one in pieces if any(w.kind == FRESH for w in one.works)]
+    if paged:
+        found = fit(paged, device, found, lambda kind: kind == FRESH)
+    known = {name.partition(" ")[2] for name in found.by_kind}
+    return fit(whole, device, found, lambda kind: kind.endswith(HOST) or kind not in known)
+
+
+def _rows(
+    device: torch.device, seconds: float, seed: int, progress: Progress
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of pieces and of whole calls, family after family until the time is over."""
+    pieces: list[dict[str, Any]] = []
+    whole: list[dict[str, Any]] = []
+    ways.wait()
+    begin = time.monotonic()
+    for turn in count():
+        for name, mode in product(drawn.FAMILIES, _MODES):
+            spent = time.monotonic() - begin
+            if spent > seconds:
+                return pieces, whole
+            progress("measuring drawn calls", int(spent * 10), int(seconds * 10))
+            case = drawn.case(name, seed, turn, device.type, mode, limit=_QUICK)
+            if turn % _WAYS_OF == _WAYS_OF - 1:
+                whole.append(measure_ways(case, device))
+            else:
+                pieces += measure_pieces(case, device)
+    raise AssertionError("the turns have no end")
+
+
+def _off(known: Prices | None, calls: Sequence[Call]) -> float:
+    if known is None:
+        return float("nan")
+    told = [(known.predict(one.works, one.dtype), one.us) for one in calls]
+    return float(np.median([abs(np.log(p.us / us)) for p, us in told if p is not None] or [np.nan]))

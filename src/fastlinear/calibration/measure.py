@@ -1,0 +1,143 @@
+"""Measures drawn calls for calibration: quickly, a few repetitions each, nothing verified.
+
+Two kinds of rows. A row of *pieces* has each backend's function alone, timed from Python. A row of
+*ways* has whole calls as callers make them, every way of ``ways.ours`` and PyTorch's autograd, with
+what each took. Pieces tell what work costs, ways what the host pays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from fastlinear.calibration import ways
+from fastlinear.calibration.drawn import Drawn
+from fastlinear.calibration.fit import Call
+from fastlinear.core.errors import FastlinearError
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import family
+from fastlinear.dispatch.steps import STEP
+from fastlinear.dispatch.work import HOST, Work, host
+
+Row = dict[str, Any]
+_SAMPLE_NS = 150_000
+_LEAST, _MOST, _WITHIN_S = 5, 9, 0.006
+_COMPOSED = ("pieces", "layerwise")  # of what other Problems choose
+
+
+def pieces_of(p: Problem) -> list[Problem]:
+    """The Problems that a call's backends are timed on alone."""
+    known = family(p.family)
+    if not p.needs_grad:
+        return [p]
+    parts = [q for q in known.pieces if q != STEP]
+    if parts == ["forward"]:  # a training call is chosen as one
+        return [p.with_piece(STEP)]
+    whole = len(parts) > 2  # a backward of pieces, which stand for it
+    return [p.with_piece(q) for q in parts if not (whole and q == "backward")]
+
+
+def measure_pieces(drawn: Drawn, device: torch.device) -> Iterator[Row]:
+    """A row for each piece of a case."""
+    for p in pieces_of(drawn.problem):
+        inputs = family(p.family).make_inputs(p, device, drawn.inputs_seed)
+        us = {}
+        for backend in family(p.family).candidates(p.piece):
+            if backend.name in _COMPOSED or backend.why_not_ready(p) is not None:
+                continue
+            run = backend.load()
+            with torch.no_grad():
+                us[backend.name] = quick_us(partial(run, *inputs))
+        yield {"problem": p.to_json(), "us": us}
+
+
+def measure_ways(drawn: Drawn, device: torch.device) -> Row:
+    """A row of every way to compute a case, and of PyTorch's own."""
+    arguments, dy = ways.inputs_of(drawn, device, 0)
+    train = drawn.problem.needs_grad
+    found = []
+    with nullcontext() if train else torch.no_grad():
+        every = [*ways.ours(drawn, arguments), *ways.peers(drawn, arguments, (ways.COMPILE,))]
+        for way in every:
+            try:
+                us = quick_us(ways.runner(way, arguments, dy, train))
+            except FastlinearError:
+                continue
+            took = {STEP: ways.EAGER} if way.name == ways.EAGER else dict(way.took)
+            found.append({"took": took, "us": us})
+    return {"problem": drawn.problem.to_json(), "ways": found}
+
+
+def quick_us(run: Callable[[], Any]) -> float:
+    """Microseconds of a call: the second least of a few samples, after warm calls."""
+    for _ in range(3):  # a kind of call is recorded when it comes again
+        begin = time.perf_counter_ns()
+        run()
+        once = time.perf_counter_ns() - begin
+    inner = max(1, min(100, _SAMPLE_NS // max(once, 1)))
+    samples: list[float] = []
+    end = time.perf_counter() + _WITHIN_S
+    while len(samples) < _LEAST or (len(samples) < _MOST and time.perf_counter() < end):
+        begin = time.perf_counter_ns()
+        for _ in range(inner):
+            run()
+        samples.append((time.perf_counter_ns() - begin) / 1e3 / inner)
+    return round(sorted(samples)[1], 3)
+
+
+# --------------------------------------------------------------------------------------------
+# Rows as calls of known work
+
+
+def alone(p: Problem, backend: str) -> tuple[Work, ...] | None:
+    """A backend's work where its function is called from Python, by itself."""
+    works = family(p.family).work
+    made = None if works is None else works(p, backend)
+    if made is None:
+        return None
+    start, *rest = made
+    return (host(f"alone {start.kind.removesuffix(HOST)}"), *rest)
+
+
+def calls_of_pieces(rows: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
+    """Rows of ``measure_pieces`` as calls."""
+    for row in rows:
+        p = Problem.from_json(row["problem"])
+        for backend, us in row["us"].items():
+            works = alone(p, backend)
+            if works is not None:
+                yield Call(works, p.dtype, us)
+
+
+def calls_of_ways(rows: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
+    """Rows of ``measure_ways`` as calls, but for what is composed of other Problems' choices."""
+    for row in rows:
+        p = Problem.from_json(row["problem"])
+        for way in row["ways"]:
+            works = taken(p, way["took"])
+            if works is not None:
+                yield Call(works, p.dtype, way["us"])
+
+
+def taken(p: Problem, took: Mapping[str, str]) -> tuple[Work, ...] | None:
+    """The work of a call that took these backends for its pieces; None where nobody tells it."""
+    works = family(p.family).work
+    if works is None or set(took.values()) & set(_COMPOSED[1:]):
+        return None
+    if took.get(STEP) == ways.EAGER and not p.needs_grad:
+        return None  # PyTorch's ops as a user calls them are none of our backends
+    found = []
+    pieces = {q: name for q, name in took.items() if (q, name) != (STEP, "pieces")}
+    if p.needs_grad and STEP not in pieces:
+        found.append(host(f"{p.family} node"))
+    for piece, name in pieces.items():
+        made = works(p.with_piece(piece), name)
+        if made is None:
+            return None
+        found += made
+    return tuple(found)

@@ -1,0 +1,49 @@
+"""What each backend of groups does in a call on a CPU, for its price."""
+
+from __future__ import annotations
+
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.steps import of_pieces
+from fastlinear.dispatch.work import Work, call, flags_of, fresh, host
+from fastlinear.families.grouped.problem import NAME, PIECES, STEP
+
+_KNOWN = ("eager", "baddbmm", "loop", "conv", "cpp", "together", "pieces")
+
+
+def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
+    """A backend's work in a piece or a training step; None on a GPU."""
+    if p.device != "cpu" or backend not in _KNOWN:
+        return None
+    if p.family == NAME and p.piece == STEP and backend != "eager":
+        return of_pieces(p, PIECES, work)
+    return (host(f"{p.family} {backend} {p.piece}"), *inner(p, backend))
+
+
+def inner(p: Problem, backend: str) -> tuple[Work, ...]:
+    """The same without the call; groups are taken to have the mean size."""
+    groups, k, n, m = (max(1, p.dim(name)) for name in ("G", "K", "N", "M"))
+    filled = groups if p.family == NAME else min(groups, m)  # the others have no rows
+    rows = m if p.family == NAME else m / filled
+    sizes = {"m": rows, "k": k, "n": n, "kn": k * n, "mk": rows * k, "mn": rows * n}
+    every = filled * rows
+    sizes |= {"groups": filled, "rows": every, "mkn": every * k * n}
+    sizes |= {"numbers": every * (k + n) + filled * k * n}
+    if p.option("order") == "channels":
+        sizes["length"] = p.dim("L")
+    activation, layouts = p.option("activation"), flags_of(p, "order", "x", "w", "rows")
+    flags = (*layouts, *flags_of(p, "bias"))
+    name = f"{p.family} {backend} {p.piece}"
+    return (
+        call(f"{name} pass", 1.0, activation, *flags),
+        call(f"{name} group", filled),
+        *(() if filled == groups else (call(f"{name} empty group", groups - filled),)),
+        Work(f"{name} product", every * k * n, sizes, layouts, flags_of(p, "order")),
+        Work(
+            f"{name} pass",
+            every * n,
+            {"numbers": every * n, "n": n},
+            flags,
+            (activation,),
+        ),
+        *fresh(every * n, p.dtype),
+    )

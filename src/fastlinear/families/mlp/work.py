@@ -1,0 +1,65 @@
+"""What each backend of mlp does in a call on a CPU, for its price."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.select import select
+from fastlinear.dispatch.steps import of_pieces
+from fastlinear.dispatch.work import Work, fresh, host, passed, product
+from fastlinear.families.linear import problem as linear_act
+from fastlinear.families.linear import work as linear
+from fastlinear.families.mlp import layerwise
+from fastlinear.families.mlp.problem import NAME, PIECES, STEP
+
+_KNOWN = ("eager", "layerwise", "whole_cpp", "pieces")
+_OF_LAYERS = {"forward": ("forward",), "backward": linear_act.BACKWARD_PIECES}
+
+
+def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
+    """A backend's work in the forward, the backward or a training step; None on a GPU."""
+    if p.device != "cpu" or backend not in _KNOWN:
+        return None
+    if p.piece == STEP:
+        return _step(p, backend)
+    layers = layerwise.layers_of(p)
+    if backend == "whole_cpp":
+        each = (w for layer in layers for w in _whole(layer, p.piece))
+        return (host(f"{NAME} whole_cpp {p.piece}"), *each)
+    found = [host(f"{NAME} eager {p.piece}")]  # layerwise is a loop over layers as well
+    known: dict[Problem, tuple[Work, ...]] = {}  # of equal layers one is looked at
+    for layer in layers:
+        for piece in _OF_LAYERS[p.piece]:
+            q = replace(layer, piece=piece)
+            if q not in known:
+                known[q] = _layer(q, backend)
+            found += known[q]
+    return tuple(found)
+
+
+def _layer(q: Problem, backend: str) -> tuple[Work, ...]:
+    if backend == "eager":
+        return linear.inner(q, "eager")
+    return linear.work(q, select(q, ready=False).backend.name) or ()
+
+
+def _step(p: Problem, backend: str) -> tuple[Work, ...]:
+    if backend != "eager":
+        return of_pieces(p, PIECES, work)
+    found = [host(f"{NAME} autograd"), host(f"{NAME} autograd layer", p.dim("L"))]
+    for piece in PIECES:
+        made = work(p.with_piece(piece), "eager")
+        found += made[1:] if made else ()
+    return tuple(found)
+
+
+def _whole(layer: Problem, piece: str) -> tuple[Work, ...]:
+    m, k, n = (layer.dim(name) for name in ("M", "K", "N"))
+    name = f"{NAME} whole_cpp {piece}"
+    bias = ("bias",) if layer.option("bias") == "yes" else ()
+    return (
+        *product(name, m, k, n, layer.dtype)[:1],
+        *(fresh(m * n, layer.dtype) if layer.needs_grad else ()),
+        *passed(f"{name} pass", m * n, layer.option("activation"), *bias),
+    )
