@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 
 from benchmarks import prices as shipping
 from fastlinear.calibration import drawn, measure, ways
+from fastlinear.calibration.calibrate import calibrate
 from fastlinear.cli.app import app
-from fastlinear.core.errors import InputError
+from fastlinear.core.device import device_facts
+from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.dispatch import prices
 from fastlinear.dispatch.backend import family
 
@@ -38,6 +40,24 @@ def test_the_command_writes_prices_and_rows(tmp_path: Path) -> None:
     assert len(pieces) + len(whole) == len(measured)
     with pytest.raises(InputError, match="what the device is"):
         shipping.read([])
+
+
+def test_clearing_the_cache_removes_prices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CliRunner().invoke(app, ["calibrate", "--seconds", "1", "--quiet"]).exit_code == 0
+    path = prices.own_path(device_facts("cpu"))
+    assert path.exists()
+    assert CliRunner().invoke(app, ["cache", "clear"]).exit_code == 0
+    assert not path.exists()
+    assert prices.prices("cpu") is prices.shipped(device_facts("cpu"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FASTLINEAR_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    with pytest.raises(UnsupportedError, match="FASTLINEAR_CACHE_DIR"):
+        calibrate("cpu", seconds=0.1)
+
+
+def test_a_gpu_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="fastlinear tune"):
+        calibrate("cuda")
 
 
 @pytest.mark.parametrize("name", drawn.FAMILIES)

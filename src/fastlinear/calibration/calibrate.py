@@ -24,6 +24,7 @@ from fastlinear.calibration.measure import (
 from fastlinear.core import files
 from fastlinear.core.device import device_facts
 from fastlinear.core.environment import environment
+from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.progress import Progress, silent
 from fastlinear.dispatch import cache, prices
@@ -73,9 +74,16 @@ def calibrate(
         progress: told of every case.
 
     Raises:
-        OSError: the cache cannot be written.
+        UnsupportedError: the device is no CPU, or the cache cannot be written.
     """
     where = torch.device(device)
+    if where.type != "cpu":
+        raise UnsupportedError(
+            "calibrate",
+            "a CPU, whose choices are predicted",
+            str(where),
+            "On a GPU choices stand on shipped measurements; `fastlinear tune` measures your own.",
+        )
     facts = device_facts(where)
     before = prices.shipped(facts)
     pieces, whole = _rows(where, seconds, seed, progress)
@@ -86,8 +94,16 @@ def calibrate(
     more = [*calls_of_ways(whole)]
     found = from_calls(calls, more, facts.slug, before)
     path = prices.own_path(facts)
-    files.make_folder(path.parent)
-    files.replace(path, json.dumps(found.to_json()).encode())
+    try:
+        files.make_folder(path.parent)
+        files.replace(path, json.dumps(found.to_json()).encode())
+    except OSError as error:
+        raise UnsupportedError(
+            "calibrate",
+            "a cache folder that can be written",
+            str(error),
+            "Set FASTLINEAR_CACHE_DIR to another folder.",
+        ) from error
     prices.forget()
     cache.changed()
     every = [*calls, *more]

@@ -9,7 +9,9 @@ import typer
 from fastlinear.cli import options as opt
 from fastlinear.cli.console import note, print_json, say, table
 
-group = typer.Typer(no_args_is_help=True, help="Look at or remove what tuning remembers.")
+group = typer.Typer(
+    no_args_is_help=True, help="Look at or remove what tuning and calibration remember."
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -71,11 +73,15 @@ def _sizes(problem: dict[str, Any]) -> str:
 
 @group.command()
 def clear(device: opt.Place = "cpu", debug: opt.Debug = False) -> None:
-    """Forget the tuned choices of a device."""
+    """Forget the tuned choices of a device, and the prices that `calibrate` measured."""
     from fastlinear.cli.load import usable_device
+    from fastlinear.dispatch import prices
     from fastlinear.dispatch.cache import cache_path
     from fastlinear.dispatch.cache import clear as clear_cache
 
     where = str(usable_device(device))
+    measured = prices.remove(where)
     count = clear_cache(where)
     note(f"{count} {'entry' if count == 1 else 'entries'} removed from {cache_path(where)}")
+    if measured is not None:
+        note(f"{measured} removed")

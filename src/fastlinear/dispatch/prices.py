@@ -257,6 +257,15 @@ def _read(path: Path) -> Prices | None:
         return None
 
 
+def remove(device: str) -> Path | None:
+    """Delete the user's prices of a device; their file, or None where there was none."""
+    path = own_path(device_facts(device))
+    there = path.exists()
+    path.unlink(missing_ok=True)
+    forget()
+    return path if there else None
+
+
 def forget() -> None:
     """Have the user's prices read again."""
     _read.cache_clear()
