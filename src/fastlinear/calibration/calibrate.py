@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from fastlinear.calibration import drawn, ways
 from fastlinear.calibration.fit import Call, fit
 from fastlinear.calibration.measure import (
+    ALONE,
     calls_of_pieces,
     calls_of_ways,
     measure_pieces,
@@ -29,7 +30,7 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.progress import Progress, silent
 from fastlinear.dispatch import cache, prices
 from fastlinear.dispatch.prices import Price, Prices, name_of
-from fastlinear.dispatch.work import FRESH, HOST
+from fastlinear.dispatch.work import CALL, FRESH, HOST
 
 _MODES = (drawn.INFERENCE, drawn.TRAINING)
 _QUICK = drawn.Limit(3e8, 1 << 25)  # of a case: many small ones tell more than few large ones
@@ -113,8 +114,8 @@ def calibrate(
 def from_calls(
     pieces: Sequence[Call], whole: Sequence[Call], device: str, before: Prices | None = None
 ) -> Prices:
-    """Prices from calls of pieces; then from whole calls, what the host pays and what else pieces
-    do not tell; or all from whole calls, where there are no others."""
+    """Prices from calls of pieces; then from whole calls, what calls cost besides their numbers and
+    what else pieces do not tell; or all from whole calls, where there are no others."""
     start = {name_of(FRESH, dtype): Price(_FRESH_LOG_US) for dtype in FLOAT_DTYPES}
     found = Prices(device, start | (dict(before.by_kind) if before is not None else {}))
     if not pieces:
@@ -124,8 +125,19 @@ def from_calls(
     paged = [one for one in pieces if any(w.kind == FRESH for w in one.works)]
     if paged:
         found = fit(paged, device, found, lambda kind: kind == FRESH)
+    found = replace(found, by_kind=_called(found.by_kind))
     known = {name.partition(" ")[2] for name in found.by_kind}
-    return fit(whole, device, found, lambda kind: kind.endswith(HOST) or kind not in known)
+    return fit(whole, device, found, lambda kind: kind.endswith((HOST, CALL)) or kind not in known)
+
+
+def _called(alone: Mapping[str, Price]) -> dict[str, Price]:
+    """Prices of calls, where there are none, as those of the same made from Python alone."""
+    found = dict(alone)
+    for name, price in alone.items():
+        dtype, _, kind = name.partition(" ")
+        if kind.startswith(ALONE):
+            found.setdefault(f"{dtype} {kind.removeprefix(ALONE)}", price)
+    return found
 
 
 def _rows(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,22 +23,25 @@ from fastlinear.core.errors import FastlinearError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.steps import STEP
-from fastlinear.dispatch.work import HOST, Work, host
+from fastlinear.dispatch.work import CALL, HOST, Work, host
 
 Row = dict[str, Any]
+ALONE = "alone "
+"""How kinds of calls begin that Python makes by itself."""
 _SAMPLE_NS = 150_000
 _LEAST, _MOST, _WITHIN_S = 5, 9, 0.006
 _COMPOSED = ("pieces", "layerwise")  # of what other Problems choose
 
 
 def pieces_of(p: Problem) -> list[Problem]:
-    """The Problems that a call's backends are timed on alone."""
+    """The Problems that a call's backends are timed on alone; none where a training call is chosen
+    as one, of which Python is a large part."""
     known = family(p.family)
     if not p.needs_grad:
         return [p]
     parts = [q for q in known.pieces if q != STEP]
-    if parts == ["forward"]:  # a training call is chosen as one
-        return [p.with_piece(STEP)]
+    if parts == ["forward"]:
+        return []
     whole = len(parts) > 2  # a backward of pieces, which stand for it
     return [p.with_piece(q) for q in parts if not (whole and q == "backward")]
 
@@ -95,19 +99,22 @@ def quick_us(run: Callable[[], Any]) -> float:
 
 
 def alone(p: Problem, backend: str) -> tuple[Work, ...] | None:
-    """A backend's work where its function is called from Python, by itself."""
+    """A backend's work where its function is called from Python, by itself: calls cost more so."""
     works = family(p.family).work
     made = None if works is None else works(p, backend)
     if made is None:
         return None
-    start, *rest = made
-    return (host(f"alone {start.kind.removesuffix(HOST)}"), *rest)
+    return tuple(
+        replace(w, kind=f"{ALONE}{w.kind}") if w.kind.endswith((HOST, CALL)) else w for w in made
+    )
 
 
 def calls_of_pieces(rows: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
     """Rows of ``measure_pieces`` as calls."""
     for row in rows:
         p = Problem.from_json(row["problem"])
+        if p.piece == STEP:
+            continue
         for backend, us in row["us"].items():
             works = alone(p, backend)
             if works is not None:
