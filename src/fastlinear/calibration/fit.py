@@ -73,10 +73,12 @@ def _moved(found: Mapping[str, Price], before: Mapping[str, Price]) -> dict[str,
         if name in before and price is not before[name] and "/" not in name:
             moves.setdefault(_sort(name), []).append(price.level - before[name].level)
     by = {sort: float(np.median(levels)) for sort, levels in moves.items()}
+
+    def stays(name: str) -> bool:
+        return found[name] is not before.get(name) or "/" in name or " alone " in name
+
     return {
-        name: replace(price, level=price.level + by.get(_sort(name), 0.0))
-        if name in before and price is before[name] and "/" not in name
-        else price
+        name: price if stays(name) else replace(price, level=price.level + by.get(_sort(name), 0.0))
         for name, price in found.items()
     }
 
