@@ -13,6 +13,7 @@ from benchmarks import prices as shipping
 from fastlinear.calibration import drawn, measure, ways
 from fastlinear.calibration.calibrate import calibrate
 from fastlinear.cli.app import app
+from fastlinear.core import files
 from fastlinear.core.device import device_facts
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.dispatch import prices
@@ -42,15 +43,18 @@ def test_the_command_writes_prices_and_rows(tmp_path: Path) -> None:
         shipping.read([])
 
 
-def test_clearing_the_cache_removes_prices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clearing_the_cache_removes_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(app, ["calibrate", "--seconds", "1", "--quiet"]).exit_code == 0
     path = prices.own_path(device_facts("cpu"))
     assert path.exists()
     assert CliRunner().invoke(app, ["cache", "clear"]).exit_code == 0
     assert not path.exists()
     assert prices.prices("cpu") is prices.shipped(device_facts("cpu"))
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FASTLINEAR_CACHE_DIR", str(tmp_path / "file" / "folder"))
+
+    def full(*_: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(files, "replace", full)
     with pytest.raises(UnsupportedError, match="FASTLINEAR_CACHE_DIR"):
         calibrate("cpu", seconds=0.1)
 

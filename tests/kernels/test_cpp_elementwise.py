@@ -103,7 +103,6 @@ def test_gelu_of_what_is_not_a_number_or_infinite() -> None:
 
 
 @pytest.mark.own_builds
-@pytest.mark.own_builds
 def test_a_failed_compile_is_told_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The automatic choice leaves the backend out from then on; a forced one says why, at once."""
     runs: list[list[str]] = []
