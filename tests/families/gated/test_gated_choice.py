@@ -17,6 +17,7 @@ from fastlinear.dispatch.tune import tune
 from fastlinear.families.gated import explain, reference
 from fastlinear.families.gated.problem import problem
 from fastlinear.families.gated.spec import FRONT
+from fastlinear.fastpath import autograd_node, lookup
 from tests.families.gated.gated_layers import BACKENDS, H, K, N, by_hand, called, close, parameters
 
 
@@ -43,6 +44,9 @@ def test_explain_names_every_backend() -> None:
 
 def test_plans_are_forgotten_when_a_tuning_is_stored() -> None:
     x, p = torch.randn(64, K), parameters(grad=False)
+    called(x, p, "silu")
+    lookup.wait(lookup.PATIENCE_S)  # plans are made anew once the fast path is there
+    autograd_node.wait(lookup.PATIENCE_S)
     FRONT.plans.clear()
     called(x, p, "silu")
     assert len(FRONT.plans) == 1

@@ -72,6 +72,7 @@ def backward(
 
 
 def _inference(x: Tensor, weights: Weights, biases: Biases, activation: str, order: str) -> Tensor:
+    x = products.plain(x)  # of other strides oneDNN multiplies number by number
     (gate, up), (gate_bias, up_bias) = split_weights(weights, order), split_biases(biases, order)
     opened = products.product(x, products.plain(gate), gate_bias, activation, False)[0]
     bias = None if up_bias is None else up_bias.contiguous()
@@ -84,6 +85,7 @@ def _inference(x: Tensor, weights: Weights, biases: Biases, activation: str, ord
 
 
 def _pre_activations(x: Tensor, weights: Weights, biases: Biases) -> Pre:
+    x = products.plain(x)
     first = products.forward(x, weights.gate, biases.gate, "none", False)[0]
     if weights.up is None:
         return first, None
