@@ -100,9 +100,8 @@ def build(paths: Iterable[Path], before: str = "") -> Prices:
     """
     header, pieces, whole = read(paths)
     known = prices.of_device(before) if before else None
-    return from_calls(
-        list(calls_of_pieces(pieces)), list(calls_of_ways(whole)), header["device"], known
-    )
+    parts, calls = list(calls_of_pieces(pieces)), list(calls_of_ways(whole))
+    return from_calls(parts, calls, header["device"], known, header["traits"]["kind"])
 
 
 def ship(name: str, paths: Iterable[Path], before: str = "") -> Path:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fastlinear.calibration import drawn, ways
-from fastlinear.calibration.fit import Call, fit
+from fastlinear.calibration.fit import MICROSECONDS, Call, fit
 from fastlinear.calibration.measure import (
     ALONE,
     calls_of_pieces,
@@ -112,10 +112,17 @@ def calibrate(
 
 
 def from_calls(
-    pieces: Sequence[Call], whole: Sequence[Call], device: str, before: Prices | None = None
+    pieces: Sequence[Call],
+    whole: Sequence[Call],
+    device: str,
+    before: Prices | None = None,
+    kind: str = "cpu",
 ) -> Prices:
     """Prices from calls of pieces; then from whole calls, what calls cost besides their numbers and
-    what else pieces do not tell; or all from whole calls, where there are no others."""
+    what else pieces do not tell; or all from whole calls, where there are no others. Of a GPU
+    (``kind="cuda"``) pieces tell the device's part, whole calls the host's."""
+    if kind == "cuda":
+        return fit([*pieces, *whole], device, before, pull=MICROSECONDS)
     start = {name_of(FRESH, dtype): Price(_FRESH_LOG_US) for dtype in FLOAT_DTYPES}
     found = Prices(device, start | (dict(before.by_kind) if before is not None else {}))
     if not pieces:

@@ -18,15 +18,39 @@ import numpy as np
 from fastlinear.dispatch.prices import KNOTS, Price, Prices, name_of, place
 from fastlinear.dispatch.work import CALL, HOST, Work
 
-_NO_LEVEL = {"call": 0.5, "other": -7.0}  # of kinds that nobody has a price for: log microseconds
 _HUBER = 0.15
-_HOLD = {"level": 0.01, "curve": 0.02, "flag": 0.06}  # strength of the pull towards what is known
-_STEP, _BEND = 0.045, 0.15  # the same towards curves that are level, and straight
-_FIRMER = 5.0  # how much stronger curves and flags are held to prices known before
 _ITERATIONS = 40
 VARIED = {True: frozenset({"m", "k", "n"}), False: frozenset({"numbers"})}
 """Whether a kind is a product → the sizes by which a variant differs from its kind."""
 _Key = tuple[str, str, str, int]  # name, "level" | "curve" | "flag", which, knot
+
+
+@dataclass(frozen=True)
+class Pull:
+    """How strongly coefficients are drawn towards what is known or plain.
+
+    Attributes:
+        level, curve, flag: towards prices known before.
+        step, bend: of curves towards level ones, and straight ones.
+        firmer: how many times as strong for curves and flags of prices known before.
+        call, other: log microseconds of a call and of a unit of other work that nobody has a price
+            for.
+    """
+
+    level: float
+    curve: float
+    flag: float
+    step: float
+    bend: float
+    firmer: float
+    call: float
+    other: float
+
+
+NUMBERS = Pull(0.01, 0.02, 0.06, 0.045, 0.15, 5.0, 0.5, -7.0)
+"""Where units are numbers and multiplications (CPUs)."""
+MICROSECONDS = Pull(0.03, 0.02, 0.24, 0.36, 1.2, 5.0, 0.5, 0.0)
+"""Where they are microseconds of an ideal device (GPUs): curves are corrections."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +67,7 @@ def fit(
     device: str,
     before: Prices | None = None,
     free: Callable[[str], bool] = lambda _: True,
+    pull: Pull = NUMBERS,
 ) -> Prices:
     """Prices by which the calls take what was measured.
 
@@ -52,10 +77,11 @@ def fit(
         before: prices known before. Kinds of work that no call has keep theirs, but for the median
             change of their sort.
         free: kind of work → whether its price is sought; else it is known before.
+        pull: what holds where calls say little.
     """
     found = dict(before.by_kind) if before is not None else {}
     for some in _independent(calls, free):
-        problem = _Problem(some, before, free)
+        problem = _Problem(some, before, free, pull)
         for name, price in problem.prices(problem.solve()).items():
             known = found.get(name)
             if known is not None:
@@ -114,11 +140,15 @@ class _Problem:
     """The least squares: works as sparse rows over coefficients."""
 
     def __init__(
-        self, calls: Sequence[Call], before: Prices | None, free: Callable[[str], bool]
+        self,
+        calls: Sequence[Call],
+        before: Prices | None,
+        free: Callable[[str], bool],
+        pull: Pull,
     ) -> None:
         self.columns: dict[_Key, int] = {}
         self.prior: list[float] = []
-        self._before = before
+        self._before, self._pull = before, pull
         call_of: list[int] = []
         offset: list[float] = []
         work_of: list[int] = []
@@ -176,7 +206,7 @@ class _Problem:
         if price is None:
             if what != "level" or varied:
                 return 0.0
-            return _NO_LEVEL["call" if is_call else "other"]
+            return self._pull.call if is_call else self._pull.other
         if what == "level":
             return price.level
         if what == "flag":
@@ -185,16 +215,16 @@ class _Problem:
 
     def _penalties(self) -> tuple[np.ndarray, np.ndarray]:
         """Rows r and numbers b of the penalty |r θ - b|²."""
-        count = len(self.columns)
+        count, hold = len(self.columns), self._pull
         prior = np.array(self.prior)
         rows = []
         curves: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for (name, what, which, knot), column in self.columns.items():
             row = np.zeros(count)
             varied = what == "level" and "/" in name
-            row[column] = _HOLD["flag" if varied else what]
+            row[column] = getattr(hold, "flag" if varied else what)
             if what != "level" and self._before is not None and name in self._before.by_kind:
-                row[column] *= _FIRMER
+                row[column] *= hold.firmer
             rows.append(row)
             if what == "curve":
                 curves.setdefault((name, which), []).append((knot, column))
@@ -202,11 +232,11 @@ class _Problem:
             members.sort()
             for (low, a), (high, b) in pairwise(members):
                 row = np.zeros(count)
-                row[[a, b]] = -_STEP / (high - low), _STEP / (high - low)
+                row[[a, b]] = -hold.step / (high - low), hold.step / (high - low)
                 rows.append(row)
             for (low, a), (_, b), (high, c) in zip(members, members[1:], members[2:], strict=False):
                 row = np.zeros(count)
-                row[[a, b, c]] = np.array([1.0, -2.0, 1.0]) * 2 * _BEND / (high - low)
+                row[[a, b, c]] = np.array([1.0, -2.0, 1.0]) * 2 * hold.bend / (high - low)
                 rows.append(row)
         pull = np.array(rows)
         return pull, pull @ prior

@@ -23,7 +23,7 @@ from fastlinear.core.errors import FastlinearError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.steps import STEP
-from fastlinear.dispatch.work import CALL, HOST, Work, host
+from fastlinear.dispatch.work import CALL, HOST, Work, dtype_of, host
 
 Row = dict[str, Any]
 ALONE = "alone "
@@ -104,6 +104,8 @@ def alone(p: Problem, backend: str) -> tuple[Work, ...] | None:
     made = None if works is None else works(p, backend)
     if made is None:
         return None
+    if p.device == "cuda":  # what was timed is the device
+        return tuple(w for w in made if not w.kind.endswith(HOST))
     return tuple(
         replace(w, kind=f"{ALONE}{w.kind}") if w.kind.endswith((HOST, CALL)) else w for w in made
     )
@@ -113,12 +115,12 @@ def calls_of_pieces(rows: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
     """Rows of ``measure_pieces`` as calls."""
     for row in rows:
         p = Problem.from_json(row["problem"])
-        if p.piece == STEP:
+        if p.piece == STEP and p.device == "cpu":  # a large part of it is Python
             continue
         for backend, us in row["us"].items():
             works = alone(p, backend)
-            if works is not None:
-                yield Call(works, p.dtype, us)
+            if works:
+                yield Call(works, dtype_of(p), us)
 
 
 def calls_of_ways(rows: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
@@ -127,8 +129,10 @@ def calls_of_ways(rows: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
         p = Problem.from_json(row["problem"])
         for way in row["ways"]:
             works = taken(p, way["took"])
-            if works is not None:
-                yield Call(works, p.dtype, way["us"])
+            if works is not None and p.device == "cuda":  # it goes on while the device computes
+                works = tuple(w for w in works if w.kind.endswith(HOST))
+            if works:
+                yield Call(works, dtype_of(p), way["us"])
 
 
 def taken(p: Problem, took: Mapping[str, str]) -> tuple[Work, ...] | None:

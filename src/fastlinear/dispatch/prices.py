@@ -28,14 +28,17 @@ from fastlinear.core.device import (
     device_facts,
 )
 from fastlinear.core.errors import CacheWarning
+from fastlinear.core.problem import Problem
 from fastlinear.core.settings import cache_dir
-from fastlinear.dispatch.work import Work
+from fastlinear.dispatch.work import HOST, Work, dtype_of
 
 FORMAT = 1
 KNOTS = (*range(13), 14, 16, 18, 20, 22, 24, 26, 28, 30)
 _FOLDER = Path(__file__).with_name("constants")
 _MOST_BYTES = 8 << 20
 _MOST_EXPONENT = 40.0
+_BESIDE = 0.05
+"""Of what a GPU or its host does while it waits for the other: other calls may want it."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +87,22 @@ class Prediction:
     Attributes:
         us: microseconds.
         terms: (kind of work, microseconds), the dearest first.
+        beside: the same of what is done meanwhile, by a GPU or by its host, whichever is sooner.
     """
 
     us: float
     terms: tuple[tuple[str, float], ...]
+    beside: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
         told = " + ".join(f"{us:.3g} {kind}" for kind, us in self.terms if us >= 0.01 * self.us)
-        return f"{self.us:.3g} us = {told}"
+        beside = f", beside {_sum(self.beside):.3g}" if self.beside else ""
+        whose = " of the host" if any(kind.endswith(HOST) for kind, _ in self.beside) else ""
+        return f"{self.us:.3g} us = {told}{beside}{whose}"
+
+
+def _sum(terms: Iterable[tuple[str, float]]) -> float:
+    return sum(us for _, us in terms)
 
 
 @dataclass(frozen=True)
@@ -108,8 +119,26 @@ class Prices:
     by_kind: Mapping[str, Price]
     source: str = ""
 
+    def of_call(self, p: Problem, works: Iterable[Work]) -> Prediction | None:
+        """What a Problem's call takes, of these works; None where one of them has no price.
+
+        A GPU computes while its host goes on: the slower of both decides. In a CUDA graph the host
+        has nothing to do.
+        """
+        if p.device != "cuda":
+            return self.predict(works, dtype_of(p))
+        device, hosts = [], []
+        for work in works:
+            (hosts if work.kind.endswith(HOST) else device).append(work)
+        on_device = self.predict(device, dtype_of(p))
+        by_host = self.predict(() if p.captured else hosts, dtype_of(p))
+        if on_device is None or by_host is None:
+            return None
+        slow, fast = sorted((on_device, by_host), key=lambda part: -part.us)
+        return Prediction(slow.us + _BESIDE * fast.us, slow.terms, fast.terms)
+
     def predict(self, works: Iterable[Work], dtype: str) -> Prediction | None:
-        """What these works take together; None where one of them has no price."""
+        """What these works take one after the other; None where one of them has no price."""
         terms: dict[str, float] = {}
         for work in works:
             price = self.by_kind.get(name_of(work.kind, dtype))
@@ -207,7 +236,9 @@ def traits(facts: DeviceFacts) -> dict[str, Any]:
         flags = cpu_flags()
         has = {trait: flag in flags for trait, flag in _CPU_TRAITS.items()}
         return {"kind": "cpu", "maker": cpu_maker(), "family": cpu_family(), **has}
-    return {"kind": "cuda", "capability": list(facts.capability), "units": facts.units}
+    memory = round(facts.memory_bytes / (1 << 30))
+    known = {"capability": list(facts.capability), "units": facts.units, "memory in GiB": memory}
+    return {"kind": "cuda", **known}
 
 
 _CPU_TRAITS = {

@@ -120,17 +120,19 @@ def _untuned(
 
 
 def predictions(problem: Problem, able: Sequence[Backend]) -> dict[str, Prediction]:
-    """Backend → what it is predicted to take; empty unless that is known of PyTorch's own ops."""
+    """Backend → what it is predicted to take; empty where that is not known of PyTorch's own ops
+    and they are able."""
     work, priced = family(problem.family).work, prices(problem.device)
     if work is None or priced is None:
         return {}
     found = {}
     for backend in able:
         works = work(problem, backend.name)
-        told = None if works is None else priced.predict(works, problem.dtype)
+        told = None if works is None else priced.of_call(problem, works)
         if told is not None:
             found[backend.name] = told
-    return found if BASELINE in found else {}
+    missing = any(b.name == BASELINE for b in able) and BASELINE not in found
+    return {} if missing else found
 
 
 def _predicted(

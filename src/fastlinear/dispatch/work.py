@@ -15,7 +15,8 @@ from fastlinear.core.problem import Problem
 _FRESH_BYTES = 1 << 25  # from here on the C library asks the system for new memory at every call
 _SHALLOW = 4
 HOST, CALL = " host", " call"
-"""How kinds of work end that have no sizes."""
+"""How kinds of work end that have no sizes: what the host pays, and what a kernel's or library's
+call costs before it computes anything."""
 FRESH = "fresh memory"
 
 
@@ -36,6 +37,11 @@ class Work:
     sizes: Mapping[str, float] | None = None
     flags: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
+
+
+def dtype_of(p: Problem) -> str:
+    """The dtype under which a Problem's work is priced: both of 16 bits are one to a GPU."""
+    return "half" if p.device == "cuda" and p.dtype in ("bfloat16", "float16") else p.dtype
 
 
 def host(name: str, times: float = 1.0) -> Work:

@@ -1,0 +1,29 @@
+"""What each backend of diagonal_linear does in a call on a GPU, for its price."""
+
+from __future__ import annotations
+
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.roofline import swept
+from fastlinear.dispatch.steps import of_pieces
+from fastlinear.dispatch.work import Work, flags_of, host
+from fastlinear.families.diagonal.problem import NAME, PIECES, STEP
+
+
+def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
+    """A backend's work in the forward, the backward or a training step; None of backends that
+    others registered."""
+    if p.piece == STEP:
+        if backend == "pieces":
+            return of_pieces(p, PIECES, work)
+        both = (w for piece in PIECES for w in _device(p.with_piece(piece), "eager"))
+        return (host(f"{NAME} autograd"), *both) if backend == "eager" else None
+    if backend not in ("eager", "addcmul", "triton"):
+        return None
+    return (host(f"{NAME} {backend} {p.piece}"), *_device(p, backend))
+
+
+def _device(p: Problem, backend: str) -> tuple[Work, ...]:
+    m, k = (max(1, p.dim(name)) for name in ("M", "K"))
+    flags = flags_of(p, "bias", "residual", "x")
+    name = f"{NAME} {backend} {p.piece}"
+    return swept(name, p, m, k, p.option("activation"), *flags)

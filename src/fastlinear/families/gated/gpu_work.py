@@ -1,0 +1,103 @@
+"""What each backend of gated_mlp does in a call on a GPU, for its price."""
+
+from __future__ import annotations
+
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.roofline import LIBRARY, OURS, fused, swept, tiled
+from fastlinear.dispatch.steps import of_pieces
+from fastlinear.dispatch.work import Work, flags_of, host
+from fastlinear.families.gated.problem import NAME, PIECES, STEP, has_down
+
+_FUSED = ("triton", "cuda")
+_KNOWN = ("eager", "elementwise", *_FUSED)
+
+
+def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
+    """A backend's work in the forward, the backward or a training step; None of backends that
+    others registered."""
+    if p.piece != STEP:
+        if backend not in _KNOWN:
+            return None
+        made = _forward(p, backend) if p.piece == "forward" else _backward(p, backend)
+        return (host(f"{NAME} {backend} {p.piece}"), *made)
+    if backend == "pieces":
+        return of_pieces(p, PIECES, work)
+    if backend != "eager":
+        return None
+    forward, backward = p.with_piece("forward"), p.with_piece("backward")
+    name = f"{NAME} autograd"
+    more = swept(name, p, p.dim("M"), p.dim("H"), p.option("activation"))
+    both = (*_forward(forward, "eager"), *_backward(backward, "eager"))
+    return (host(name), *more, *both)
+
+
+def _forward(p: Problem, backend: str) -> tuple[Work, ...]:
+    m, k, h, n = _sizes(p)
+    x, w, _ = _layouts(p)
+    activation = p.option("activation")
+    kept = ("kept",) if p.needs_grad and p.option("recompute") == "no" else ()
+    down = "n" + w
+    if backend in _FUSED:
+        first = f"{NAME} {backend} first"
+        found = _product(first, p, m, k, 2 * h, x + w, *flags_of(p, "bias", "order"))
+        found += (fused(f"{NAME} {backend} gate", p, m, h, activation, *kept),)
+        return (*found, *(_product(_rest(backend), p, m, h, n, down) if n else ()))
+    gate = f"{NAME} {backend} gate"
+    flags = (*flags_of(p, "bias", "order"), *kept)
+    found = _first(p, m, k, h, x + w) + swept(gate, p, m, h, activation, *flags, times=3)
+    return (*found, *(tiled("torch", p, m, h, n, down) if n else ()))
+
+
+def _backward(p: Problem, backend: str) -> tuple[Work, ...]:
+    m, k, h, n = _sizes(p)
+    x, w, back = _layouts(p)
+    activation, rest = p.option("activation"), _rest(backend)
+    found = _first(p, m, k, h, x + w) if p.option("recompute") == "yes" else ()
+    if n:
+        dh = f"{NAME} {backend} back" if backend in _FUSED else "torch"
+        found += _product(dh, p, m, n, h, "n" + back) + _product(rest, p, n, m, h, "tn")
+    if n and backend in _FUSED:
+        found += (fused(f"{NAME} {backend} derivative", p, m, h, activation, times=5),)
+    else:
+        by = "elementwise" if backend in _FUSED else backend
+        flags = flags_of(p, "bias", "order")
+        found += swept(f"{NAME} {by} derivative", p, m, h, activation, *flags, times=6)
+    rows, times = _stacked(p, h)
+    dw = _product(rest, p, rows, m, k, "t" + ("n" if x == "n" else "t"))
+    found += times * (dw + _product(rest, p, m, rows, k, "n" + back))
+    if p.option("bias") == "yes" and n:
+        found += swept("linear_act eager derivative", p, m, n, "none", "bias")
+    return found
+
+
+def _first(p: Problem, m: int, k: int, h: int, layout: str) -> tuple[Work, ...]:
+    rows, times = _stacked(p, h)
+    return times * tiled("torch", p, m, k, rows, layout)
+
+
+def _product(
+    kind: str, p: Problem, m: int, k: int, n: int, layout: str, *flags: str
+) -> tuple[Work, ...]:
+    tiles = LIBRARY if kind == "torch" else OURS
+    return tiled(kind, p, m, k, n, layout, *flags, tiles=tiles, triton=" triton " in kind)
+
+
+def _rest(backend: str) -> str:
+    """Whose the products are that have no gate in them."""
+    return f"{NAME} cuda" if backend == "cuda" else "torch"
+
+
+def _stacked(p: Problem, h: int) -> tuple[int, int]:
+    """(features of a product with gate and up, how many such products)."""
+    return (2 * h, 1) if p.option("order") != "apart" else (h, 2)
+
+
+def _sizes(p: Problem) -> tuple[int, int, int, int]:
+    m, k, h = (max(1, p.dim(name)) for name in ("M", "K", "H"))
+    return m, k, h, p.dim("N") if has_down(p) else 0
+
+
+def _layouts(p: Problem) -> tuple[str, str, str]:
+    """How x lies, and a weight in the forward and turned."""
+    x = "t" if p.option("x") == "strided" else "n"
+    return (x, "t", "n") if p.option("w") == "dense" else (x, "n", "t")

@@ -1,0 +1,106 @@
+"""What each backend of linear_act does in a call on a GPU, for its price."""
+
+from __future__ import annotations
+
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.roofline import (
+    FEW_ROWS,
+    LARGE,
+    LIBRARY,
+    OURS,
+    Tiles,
+    bytes_us,
+    swept,
+    tiled,
+)
+from fastlinear.dispatch.select import select
+from fastlinear.dispatch.work import Work, call, host
+from fastlinear.families.linear.problem import BACKWARD_PIECES, NAME, PIECES, STEP, WHOLE_BACKWARD
+
+_TILES: dict[str, Tiles] = {
+    "eager": LIBRARY,
+    "cublaslt": LIBRARY,
+    "triton": OURS,
+    "padded": OURS,
+    "cuda": LARGE,
+    "few_rows": FEW_ROWS,
+}
+
+
+def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
+    """A backend's work in a piece, a whole backward or a training step; None of backends that
+    others registered."""
+    if backend not in (*_TILES, "pieces"):
+        return None
+    if p.piece == STEP:
+        if backend == "eager":
+            each = (w for piece in PIECES for w in inner(p.with_piece(piece), "eager"))
+            return (host(f"{NAME} autograd"), *each)
+        return (host(f"{NAME} node"), *_chosen(p, ("forward", WHOLE_BACKWARD)))
+    paid = host(f"{NAME} {backend} {p.piece}")
+    if p.piece != WHOLE_BACKWARD:
+        return (paid, *inner(p, backend))
+    if backend == "pieces":
+        return _chosen(p, BACKWARD_PIECES)
+    if backend == "triton":
+        return (paid, *_in_one_launch(p))
+    return (paid, *(w for piece in BACKWARD_PIECES for w in _part(p, piece, backend)))
+
+
+def _chosen(p: Problem, pieces: tuple[str, ...]) -> tuple[Work, ...]:
+    found: tuple[Work, ...] = ()
+    for piece in pieces:
+        q = p.with_piece(piece)
+        found += work(q, select(q, ready=False).backend.name) or ()
+    return found
+
+
+def _part(p: Problem, piece: str, backend: str) -> tuple[Work, ...]:
+    """A part of the padded backward, whose derivative is Triton's."""
+    by = "triton" if backend == "padded" and piece == "grad_pre" else backend
+    return inner(p.with_piece(piece), by)
+
+
+def _in_one_launch(p: Problem) -> tuple[Work, ...]:
+    m, k, n = _sizes(p)
+    x, w = _layouts(p)
+    name = f"{NAME} triton {p.piece}"
+    dx = tiled(name, p, m, n, k, "n" + ("n" if w == "t" else "t"), tiles=OURS, triton=True)
+    dw = tiled(f"{name} weight", p, n, m, k, "t" + ("n" if x == "n" else "t"), tiles=OURS)
+    return (*dx, dw[1])
+
+
+def inner(p: Problem, backend: str) -> tuple[Work, ...]:
+    """A backend's work on the device in one piece."""
+    m, k, n = _sizes(p)
+    x, w = _layouts(p)
+    activation = p.option("activation")
+    bias = ("bias",) if p.option("bias") == "yes" else ()
+    plain = activation == "none" and not bias
+    if p.piece == "grad_pre":
+        name = f"{NAME} {backend} derivative"
+        return () if plain else swept(name, p, m, n, activation, *bias)
+    sizes, layout = {
+        "forward": ((m, k, n), x + w),
+        "grad_input": ((m, n, k), "n" + ("n" if w == "t" else "t")),
+        "grad_weight": ((n, m, k), "t" + ("n" if x == "n" else "t")),
+    }[p.piece]
+    kind = "torch" if backend == "eager" else f"{NAME} {backend} {p.piece}"
+    found = tiled(kind, p, *sizes, layout, tiles=_TILES[backend], triton=backend == "triton")
+    if backend == "padded":
+        numbers = m * k + k * n + m * n
+        copies = Work(f"{kind} copies", bytes_us(p, 2 * numbers), {"numbers": numbers})
+        found += call(f"{kind} copy"), copies
+    if p.piece != "forward" or plain:
+        return found
+    kept = ("kept",) if p.needs_grad and activation != "none" else ()
+    return (*found, *swept(f"{NAME} {backend} epilogue", p, m, n, activation, *bias, *kept))
+
+
+def _sizes(p: Problem) -> tuple[int, int, int]:
+    return max(1, p.dim("M")), max(1, p.dim("K")), max(1, p.dim("N"))
+
+
+def _layouts(p: Problem) -> tuple[str, str]:
+    x = "t" if p.option("x") == "strided" else "n"
+    return x, "t" if p.option("w") == "nk" else "n"

@@ -1,0 +1,86 @@
+"""What each backend of mlp does in a call on a GPU, for its price."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.roofline import bytes_us, flops_per_us, of_rows, units
+from fastlinear.dispatch.select import select
+from fastlinear.dispatch.steps import of_pieces
+from fastlinear.dispatch.work import Work, call, host
+from fastlinear.families.linear import gpu_work as linear
+from fastlinear.families.linear import problem as linear_act
+from fastlinear.families.mlp import layerwise
+from fastlinear.families.mlp.problem import NAME, PIECES, STEP
+
+_OF_LAYERS = {"forward": ("forward",), "backward": linear_act.BACKWARD_PIECES}
+_WHOLE = ("whole_triton", "whole_cuda")
+_ROWS = 64  # of a block of ours
+_BLOCK_SHARE, _GRID_SHARE = 0.3, 0.2  # of a multiprocessor's rate
+_LAYER_US = 0.5  # from a layer's last product to the next one's first
+_BACKWARD = 3  # products of a layer for one of the forward
+
+
+def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
+    """A backend's work in the forward, the backward or a training step; None of backends that
+    others registered."""
+    if p.piece == STEP:
+        return _step(p, backend)
+    paid = host(f"{NAME} {backend} {p.piece}")
+    if backend in _WHOLE:
+        each = (w for layer in layerwise.layers_of(p) for w in _whole(layer, p.piece, backend))
+        return (paid, call(f"{NAME} {backend} {p.piece}"), *each)
+    if backend == "eager":
+        layer = host(f"{NAME} eager {p.piece} layer", p.dim("L"))
+        return (paid, layer, *_layers(p, "eager"))
+    return (paid, *_layers(p, backend)) if backend == "layerwise" else None
+
+
+def _layers(p: Problem, backend: str) -> tuple[Work, ...]:
+    found: tuple[Work, ...] = ()
+    known: dict[Problem, tuple[Work, ...]] = {}  # of equal layers one is looked at
+    for layer in layerwise.layers_of(p):
+        for piece in _OF_LAYERS[p.piece]:
+            q = replace(layer, piece=piece)
+            if q not in known:
+                known[q] = _layer(q, backend)
+            found += known[q]
+    return found
+
+
+def _layer(q: Problem, backend: str) -> tuple[Work, ...]:
+    if backend == "eager":
+        return linear.inner(q, "eager")
+    return linear.work(q, select(q, ready=False).backend.name) or ()
+
+
+def _step(p: Problem, backend: str) -> tuple[Work, ...] | None:
+    if backend == "pieces":
+        return of_pieces(p, PIECES, work)
+    if backend != "eager":
+        return None
+    each = (w for piece in PIECES for w in _layers(p.with_piece(piece), "eager"))
+    layer = host(f"{NAME} autograd layer", p.dim("L"))
+    return (host(f"{NAME} autograd"), layer, *each)
+
+
+def _whole(layer: Problem, piece: str, backend: str) -> tuple[Work, ...]:
+    """A layer of a chain in one launch: all rows of a block, or the weights over the device."""
+    m, k, n = (max(1, layer.dim(name)) for name in ("M", "K", "N"))
+    kind, rate = f"{NAME} {backend} {piece}", flops_per_us(layer, ours=True)
+    if backend == "whole_cuda":
+        spread = 2 * (m + _ROWS) * k * n / (rate * _GRID_SHARE * units())
+        us = spread + bytes_us(layer, k * n)
+    else:
+        block = 2 * _ROWS * k * n / (rate * _BLOCK_SHARE) + _LAYER_US
+        waves = ceil(m / _ROWS / units())
+        us = waves * block * (1 if piece == "forward" else _BACKWARD) + bytes_us(layer, m * n)
+    rows = of_rows(FLOAT_DTYPES[layer.dtype].itemsize, (k, n))
+    flags = tuple(name for name, holds in rows if holds)
+    return (
+        call(f"{kind} layer", 1.0, layer.option("activation")),
+        Work(f"{kind} product", us, {"m": m, "k": k, "n": n}, flags),
+    )
