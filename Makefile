@@ -5,7 +5,7 @@
 # make fuzz   random calls of every op, for SECONDS=600 from SEED=0 on
 # make sanitize  small calls of every kernel: C++ under address and undefined-behaviour sanitizers,
 #                CUDA under compute-sanitizer where both are there
-# make gpu    device tests, benchmark and table on a CUDA machine
+# make gpu    device tests and benchmark on a CUDA machine
 #
 # Everything runs in .venv, made on first use. Set FASTLINEAR_PYTHON to use an environment of your
 # own instead (a GPU machine that brings its torch): nothing is installed then.

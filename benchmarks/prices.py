@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,9 @@ def ship(name: str, paths: Iterable[Path], before: str = "") -> Path:
     found, (header, *_) = build(paths, before), read(paths)
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{name}.json"
-    path.write_text(json.dumps(found.to_json(before), separators=(",", ":")) + "\n")
+    path.write_text(
+        json.dumps(replace(found, device=name).to_json(before), separators=(",", ":")) + "\n"
+    )
     index = FOLDER / "devices.json"
     known = json.loads(index.read_text()) if index.exists() else {}
     known[name] = header["traits"]

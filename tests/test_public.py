@@ -40,6 +40,7 @@ NAMES = [
     "profile",
     "ragged_linear",
     "release_memory",
+    "tune_at_first_use",
     "unequal_linear",
 ]
 MOST_MODULES = 119  # of its own that `import fastlinear` loads

@@ -25,6 +25,7 @@ from fastlinear.op import library as _library
 if TYPE_CHECKING:
     from fastlinear import nn
     from fastlinear.cuda_graphs.graphed import graphed
+    from fastlinear.dispatch.first_use import tune_at_first_use
     from fastlinear.families.diagonal import diagonal_linear
     from fastlinear.families.explain import explain
     from fastlinear.families.gated import gated_linear, gated_mlp
@@ -63,6 +64,7 @@ __all__ = [
     "profile",
     "ragged_linear",
     "release_memory",
+    "tune_at_first_use",
     "unequal_linear",
 ]
 
@@ -80,6 +82,7 @@ _HOMES = {  # where the names that are loaded at first access are defined
     "profile": "fastlinear.rewrite",
     "ragged_linear": "fastlinear.families.grouped.ragged",
     "release_memory": "fastlinear.kernels.cpu.allocator",
+    "tune_at_first_use": "fastlinear.dispatch.first_use",
     "unequal_linear": "fastlinear.families.grouped.unequal",
 }
 

@@ -161,7 +161,6 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "toy",
             ("forward",),
             backends,
-            prefer=lambda _: ("own",),
             make_inputs=make_inputs,
             reference=lambda _, inputs: eager(*inputs),
             cost=lambda _: Cost(0, 0),

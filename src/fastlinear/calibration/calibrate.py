@@ -81,9 +81,9 @@ def calibrate(
     if where.type != "cpu":
         raise UnsupportedError(
             "calibrate",
-            "a CPU, whose choices are predicted",
+            "a CPU",
             str(where),
-            "On a GPU choices stand on shipped measurements; `fastlinear tune` measures your own.",
+            "A GPU takes shipped prices; `fastlinear tune` measures your calls.",
         )
     facts = device_facts(where)
     before = prices.shipped(facts)

@@ -49,7 +49,7 @@ class Pull:
 
 NUMBERS = Pull(0.01, 0.02, 0.06, 0.045, 0.15, 5.0, 0.5, -7.0)
 """Where units are numbers and multiplications (CPUs)."""
-MICROSECONDS = Pull(0.03, 0.02, 0.24, 0.36, 1.2, 5.0, 0.5, 0.0)
+MICROSECONDS = Pull(0.03, 0.02, 0.24, 0.72, 1.2, 5.0, 0.5, 0.0)
 """Where they are microseconds of an ideal device (GPUs): curves are corrections."""
 
 

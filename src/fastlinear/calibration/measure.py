@@ -22,8 +22,9 @@ from fastlinear.calibration.fit import Call
 from fastlinear.core.errors import FastlinearError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family
+from fastlinear.dispatch.roofline import on_device
 from fastlinear.dispatch.steps import STEP
-from fastlinear.dispatch.work import CALL, HOST, Work, dtype_of, host
+from fastlinear.dispatch.work import ANY, CALL, HOST, Work, dtype_of, host
 
 Row = dict[str, Any]
 ALONE = "alone "
@@ -100,12 +101,11 @@ def quick_us(run: Callable[[], Any]) -> float:
 
 def alone(p: Problem, backend: str) -> tuple[Work, ...] | None:
     """A backend's work where its function is called from Python, by itself: calls cost more so."""
-    works = family(p.family).work
-    made = None if works is None else works(p, backend)
+    made = family(p.family).work_of(p, backend)
     if made is None:
         return None
     if p.device == "cuda":  # what was timed is the device
-        return tuple(w for w in made if not w.kind.endswith(HOST))
+        return on_device(made)
     return tuple(
         replace(w, kind=f"{ALONE}{w.kind}") if w.kind.endswith((HOST, CALL)) else w for w in made
     )
@@ -132,13 +132,12 @@ def calls_of_ways(rows: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
             if works is not None and p.device == "cuda":  # it goes on while the device computes
                 works = tuple(w for w in works if w.kind.endswith(HOST))
             if works:
-                yield Call(works, dtype_of(p), way["us"])
+                yield Call(works, ANY if p.device == "cuda" else p.dtype, way["us"])
 
 
 def taken(p: Problem, took: Mapping[str, str]) -> tuple[Work, ...] | None:
     """The work of a call that took these backends for its pieces; None where nobody tells it."""
-    works = family(p.family).work
-    if works is None or set(took.values()) & set(_COMPOSED[1:]):
+    if set(took.values()) & set(_COMPOSED[1:]):
         return None
     if took.get(STEP) == ways.EAGER and not p.needs_grad:
         return None  # PyTorch's ops as a user calls them are none of our backends
@@ -147,7 +146,7 @@ def taken(p: Problem, took: Mapping[str, str]) -> tuple[Work, ...] | None:
     if p.needs_grad and STEP not in pieces:
         found.append(host(f"{p.family} node"))
     for piece, name in pieces.items():
-        made = works(p.with_piece(piece), name)
+        made = family(p.family).work_of(p.with_piece(piece), name)
         if made is None:
             return None
         found += made

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -179,3 +181,50 @@ def kept_bytes() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16
     except (AttributeError, OSError, ValueError):  # a system that does not tell
         return 0
+
+
+_first_use_s: float | None = None  # None where the environment decides
+_thread = threading.local()
+
+
+def allow_first_use(seconds: float) -> None:
+    """Have ``first_use_s`` return this from here on."""
+    global _first_use_s
+    _first_use_s = seconds
+
+
+@contextmanager
+def without_first_use() -> Iterator[None]:
+    """Measure nothing at first use in this thread meanwhile."""
+    before = getattr(_thread, "measures_nothing", False)
+    _thread.measures_nothing = True
+    try:
+        yield
+    finally:
+        _thread.measures_nothing = before
+
+
+def first_use_s() -> float:
+    """Seconds that a choice may be measured for at the first call of its kind: what the program
+    said, else ``$FASTLINEAR_TUNE_AT_FIRST_USE``; 0.0 where nothing is measured.
+
+    Raises:
+        InputError: the variable is no number of at least 0.
+    """
+    if getattr(_thread, "measures_nothing", False):
+        return 0.0
+    if _first_use_s is not None:
+        return _first_use_s
+    said = os.environ.get("FASTLINEAR_TUNE_AT_FIRST_USE", "0")
+    try:
+        seconds = float(said or "0")
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < float("inf"):
+        raise InputError(
+            "FASTLINEAR_TUNE_AT_FIRST_USE",
+            "a number of seconds, at least 0",
+            repr(said),
+            "0.5 is usual; 0 or nothing leaves choices to predictions.",
+        )
+    return seconds

@@ -76,15 +76,12 @@ class Family:
     Attributes:
         name: the op's name.
         pieces: the pieces that are chosen separately.
-        backends: every backend of every piece.
-        prefer: analytic default: backend names for a Problem, best guess first. Names of
-            backends that cannot serve are passed over.
+        backends: every backend of every piece. Where nobody tells what they cost, the first that
+            can serve is taken.
         make_inputs: (Problem, device, seed) → the argument tuple the piece's backends take.
         reference: (Problem, inputs) → the result in the inputs' own dtype by plain PyTorch; with
             float64 inputs it is the oracle. A tensor or a tuple of tensors and None.
         cost: least flops and bytes of a Problem.
-        akin: coarser and coarser views of a Problem. Where no shipped measurement has all its
-            options, one of a Problem with the same view stands in.
         cold: whether on a GPU its calls find the L2 cache filled by others. True for a layer of a
             large model, which other layers' weights follow: tuning then rotates over inputs that
             together exceed the cache. False for what is a whole small model, run over and over:
@@ -99,8 +96,8 @@ class Family:
             on the command line; imported there only.
         tuning_order: the forward's Problem → all that decide about such a call, in the order in
             which to tune them; None where that is the order of ``pieces``.
-        work: (Problem, backend's name) → what the backend does in such a call, as kinds of work
-            that have prices; None where nobody has told.
+        work, gpu_work: (Problem, backend's name) → what the backend does in such a call on a CPU,
+            on a GPU, as kinds of work that have prices; None where nobody has told.
         removed: names of backends that earlier versions had → what to use instead, one sentence.
         renamed: former names of backends → those of today.
     """
@@ -108,11 +105,9 @@ class Family:
     name: str
     pieces: tuple[str, ...]
     backends: tuple[Backend, ...]
-    prefer: Callable[[Problem], tuple[str, ...]]
     make_inputs: Callable[[Problem, torch.device, int], tuple[Any, ...]]
     reference: Callable[[Problem, tuple[Any, ...]], Any]
     cost: Callable[[Problem], Cost]
-    akin: tuple[Callable[[Problem], Problem], ...] = ()
     cold: bool = False
     timed: Callable[[Backend, Problem], Callable[..., Any] | None] | None = None
     examples: Callable[[Mapping[str, Any]], Mapping[str, Problem]] | None = None
@@ -120,12 +115,18 @@ class Family:
     command: str | None = None
     tuning_order: Callable[[Problem], tuple[Problem, ...]] | None = None
     work: Callable[[Problem, str], tuple[Work, ...] | None] | None = None
+    gpu_work: Callable[[Problem, str], tuple[Work, ...] | None] | None = None
     removed: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def candidates(self, piece: str) -> tuple[Backend, ...]:
         """All backends of one piece, able to serve or not."""
         return tuple(b for b in self.backends if b.piece == piece)
+
+    def work_of(self, p: Problem, backend: str) -> tuple[Work, ...] | None:
+        """What a backend does in a call, or None where nobody has told."""
+        told = {"cpu": self.work, "cuda": self.gpu_work}.get(p.device)
+        return None if told is None else told(p, backend)
 
     def load_command(self) -> Any:
         """Its command, or None."""

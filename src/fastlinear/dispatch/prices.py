@@ -19,6 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fastlinear.core import files
 from fastlinear.core.device import (
     DeviceFacts,
@@ -30,7 +32,7 @@ from fastlinear.core.device import (
 from fastlinear.core.errors import CacheWarning
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import cache_dir
-from fastlinear.dispatch.work import HOST, Work, dtype_of
+from fastlinear.dispatch.work import ANY, HOST, Work, dtype_of
 
 FORMAT = 1
 KNOTS = (*range(13), 14, 16, 18, 20, 22, 24, 26, 28, 30)
@@ -127,11 +129,12 @@ class Prices:
         """
         if p.device != "cuda":
             return self.predict(works, dtype_of(p))
-        device, hosts = [], []
+        device: list[Work] = []
+        hosts: list[Work] = []
         for work in works:
             (hosts if work.kind.endswith(HOST) else device).append(work)
         on_device = self.predict(device, dtype_of(p))
-        by_host = self.predict(() if p.captured else hosts, dtype_of(p))
+        by_host = self.predict(() if p.captured else hosts, ANY)
         if on_device is None or by_host is None:
             return None
         slow, fast = sorted((on_device, by_host), key=lambda part: -part.us)
@@ -207,6 +210,8 @@ def name_of(kind: str, dtype: str, variant: str = "") -> str:
 def prices(device: str) -> Prices | None:
     """The prices of a device type (``"cpu"``, ``"cuda"``): the user's, else shipped ones; None
     where nothing like it was shipped."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return None
     facts = device_facts(device)
     return _read(own_path(facts)) or shipped(facts)
 
@@ -236,9 +241,7 @@ def traits(facts: DeviceFacts) -> dict[str, Any]:
         flags = cpu_flags()
         has = {trait: flag in flags for trait, flag in _CPU_TRAITS.items()}
         return {"kind": "cpu", "maker": cpu_maker(), "family": cpu_family(), **has}
-    memory = round(facts.memory_bytes / (1 << 30))
-    known = {"capability": list(facts.capability), "units": facts.units, "memory in GiB": memory}
-    return {"kind": "cuda", **known}
+    return {"kind": "cuda", "capability": list(facts.capability), "units": facts.units}
 
 
 _CPU_TRAITS = {

@@ -7,6 +7,7 @@ multiprocessors, which waves are counted by.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from math import ceil, gcd
 
@@ -14,7 +15,7 @@ import torch
 
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.work import Work, call
+from fastlinear.dispatch.work import CALL, HOST, Work, call, host
 
 _UNITS = 132  # multiprocessors, where there is no GPU to ask
 _BYTES_PER_US = 3.0e6
@@ -24,6 +25,7 @@ _THREE_TF32 = 1.1e6  # the same of a float32 product as three of TF32
 _WAVE_US, _SPLIT_US = 0.6, 1.0  # filling a wave's pipelines; adding up what split sums left
 _LEAST_DEPTH = 128  # of a split sum's part
 _WIDE_LOAD = 16  # bytes, and numbers by which Triton knows that rows begin at such
+_LINE = 128  # bytes that L2 brings in at once
 Tiles = tuple[tuple[int, int, float], ...]
 LIBRARY: Tiles = (
     *((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 128, 0.75)),
@@ -104,7 +106,7 @@ def tiled(
     itemsize = FLOAT_DTYPES[p.dtype].itemsize
     inner = (k if layout[0] == "n" else m, k if layout[1] == "t" else n, n)
     rate = flops_per_us(p, ours=tiles is not LIBRARY)
-    sizes = {"m": m, "k": k, "n": n, "mn": m * n, "mkn": m * k * n}
+    sizes = {"m": m, "k": k, "n": n, "mn": m * n, "mkn": m * k * n, "kn": k * n, "mk": m * k}
     variants = (
         (layout, layout != "nt"),
         *of_rows(itemsize, inner, triton=triton),
@@ -115,7 +117,7 @@ def tiled(
     unaligned = (
         f"{a}:{load}"
         for a, row in zip("abc", inner, strict=True)
-        if (load := gcd(row * itemsize, _WIDE_LOAD)) < _WIDE_LOAD
+        if (load := gcd(row * itemsize, _LINE)) < _LINE
     )
     us = tiled_us(m, k, n, itemsize, rate, tiles, 1, True)
     return (
@@ -165,3 +167,27 @@ def fused(
     sizes = {"numbers": rows * row, "n": row}
     us = bytes_us(p, times * rows * row)
     return Work(f"{name} pass", us, sizes, (*flags, *rows_at(p, row)), (activation,))
+
+
+_TORCH = ("torch", "eager", "addcmul", "baddbmm", "loop", "conv", "cublaslt")
+
+
+def hosts(p: Problem, backend: str, works: Iterable[Work]) -> tuple[Work, ...]:
+    """What the host pays for these launches, beside what the device does.
+
+    PyTorch's ops are called from Python, or by autograd. Ours are recorded, and run without Python;
+    so are both in a node of autograd.
+    """
+    calls = [w for w in works if w.kind.endswith(CALL)]
+    launches = sum(w.units for w in calls)
+    if p.piece == "step" or (backend in _TORCH and not p.needs_grad):
+        name = f"{p.family} {'autograd' if p.piece == 'step' else 'eager'}"
+        return host(name), host(f"{name} op", launches)
+    ops = sum(w.units for w in calls if not set(w.kind.split()).isdisjoint(_TORCH))
+    counted = (("recorded", 1.0), ("recorded op", ops), ("recorded launch", launches - ops))
+    return tuple(host(name, times) for name, times in counted if times)
+
+
+def on_device(works: Iterable[Work]) -> tuple[Work, ...]:
+    """Without what the host pays."""
+    return tuple(w for w in works if not w.kind.endswith(HOST))

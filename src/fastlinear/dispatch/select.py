@@ -1,4 +1,4 @@
-"""Pure selection: forced → user's tuned cache → prediction → shipped table → analytic default.
+"""Pure selection: forced → user's tuned cache → prediction → the first that can serve.
 
 A prediction is the sum of a backend's works at the device's prices. PyTorch's own ops win ties,
 and what is closer to them than predictions are to measurements.
@@ -20,7 +20,6 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.cache import tuned
 from fastlinear.dispatch.prices import Prediction, prices
-from fastlinear.dispatch.tables import shipped
 
 BASELINE = "eager"
 _TIE = 0.03  # of PyTorch's time, within which its own ops win
@@ -33,7 +32,7 @@ class Choice:
     Attributes:
         problem: what was asked.
         backend: the chosen backend.
-        source: ``"forced"``, ``"tuned"``, ``"predicted"``, ``"table"`` or ``"default"``.
+        source: ``"forced"``, ``"tuned"``, ``"predicted"`` or ``"default"``.
         reason: one sentence on why this one.
         passed_over: (backend name, why not) for every other backend of the piece.
     """
@@ -89,8 +88,7 @@ def _of_able(problem: Problem, able: Sequence[Backend], reasons: dict[str, str |
         return _choice(problem, by_name[entry.best], "tuned", story, reasons, entry.times_us)
     untuned = untuned or _untuned(problem, able, reasons)
     if untuned is not None:
-        none = "; no measurement covers this Problem" if untuned.source == "default" else ""
-        return replace(untuned, reason=untuned.reason + (doubted or none))
+        return replace(untuned, reason=untuned.reason + doubted)
     raise UnsupportedError(
         problem.family,
         "at least one backend able to serve the call",
@@ -107,27 +105,21 @@ def _untuned(
     found = predictions(problem, able)
     if found:
         return _predicted(problem, by_name, found, reasons)
-    for asked in _regimes(problem):
-        row = shipped(asked, able)
-        if row is not None and row.best in by_name:
-            story = row.story() if asked is problem else f"{row.story()}, {_regime(asked)}"
-            return _choice(problem, by_name[row.best], "table", story, reasons, row.times_us)
-    for name in family(problem.family).prefer(problem):
-        if name in by_name:
-            why = "first of the analytic order that can serve"
-            return _choice(problem, by_name[name], "default", why, reasons, {})
-    return None
+    if not able:
+        return None
+    why = "nobody tells what this costs"
+    return _choice(problem, able[0], "default", why, reasons, {})
 
 
 def predictions(problem: Problem, able: Sequence[Backend]) -> dict[str, Prediction]:
     """Backend → what it is predicted to take; empty where that is not known of PyTorch's own ops
     and they are able."""
-    work, priced = family(problem.family).work, prices(problem.device)
-    if work is None or priced is None:
+    known, priced = family(problem.family), prices(problem.device)
+    if priced is None:
         return {}
     found = {}
     for backend in able:
-        works = work(problem, backend.name)
+        works = known.work_of(problem, backend.name)
         told = None if works is None else priced.of_call(problem, works)
         if told is not None:
             found[backend.name] = told

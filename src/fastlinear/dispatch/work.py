@@ -18,6 +18,8 @@ HOST, CALL = " host", " call"
 """How kinds of work end that have no sizes: what the host pays, and what a kernel's or library's
 call costs before it computes anything."""
 FRESH = "fresh memory"
+ANY = "any"
+"""The dtype under which a GPU's host is priced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,10 @@ from torch.overrides import handle_torch_function, has_torch_function
 from fastlinear.core import calls
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import float32_precision
+from fastlinear.core.settings import first_use_s, without_first_use
 from fastlinear.core.tensor_kinds import carried
 from fastlinear.dispatch import cache
+from fastlinear.dispatch.backend import deferred
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.dispatch.select import Choice
 from fastlinear.fastpath import autograd_node, lookup
@@ -37,6 +39,9 @@ _precision = float32_precision
 _PLAIN, _STRIDED, _FLOAT32 = calls.PLAIN, torch.strided, torch.float32
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _facts = attrgetter("shape", "dtype", "device", "layout", "requires_grad")
+
+
+_measure = deferred("fastlinear.dispatch.first_use:measure")
 
 
 def no_table(*_: Any) -> None:
@@ -58,6 +63,11 @@ def _is_lazy(t: Tensor | None) -> bool:
 def _wraps(arguments: Arguments) -> bool:
     """Whether a tensor escaped from a transform: its memory is that of another underneath."""
     return any(t is not None and _is_wrapped(t) for t in leaves(arguments))
+
+
+def _given(arguments: Arguments) -> list[Tensor]:
+    """The tensors of a call, x first."""
+    return [t for t in leaves(arguments) if t is not None]
 
 
 class Front:
@@ -84,7 +94,10 @@ class Front:
         """``call`` of tensors that exist although a compiler traces: it may run a registered op to
         see what comes out."""
         y = self.table(*arguments)
-        return self.looked_up(*arguments) if y is None else y
+        if y is not None:
+            return y
+        with without_first_use():
+            return self.looked_up(*arguments)
 
     def looked_up(self, a: Any, b: Any, c: Any, *options: Any) -> Any:
         """The call by its plan, which the first call of a kind makes.
@@ -161,7 +174,7 @@ class Front:
             arguments = self.spec.normal(arguments)
         if first(arguments) is None:
             self.spec.validate(*arguments)  # raises: there is nothing to compute on
-        return arguments, [t for t in leaves(arguments) if t is not None]
+        return arguments, _given(arguments)
 
     def _resolved(self, arguments: Arguments, autocast: torch.dtype | None) -> Resolved:
         grad = needs_grad(arguments)
@@ -169,6 +182,9 @@ class Front:
         if autocast is not None:
             arguments = cast(arguments, autocast)
         self.spec.validate(*arguments)
+        if arguments[-1] is None and first_use_s() and all(t.numel() for t in _given(arguments)):
+            with calls.device_of(first(arguments)):
+                _measure(self.spec.problem(arguments, grad))
         found = self.spec.resolve(arguments, grad, autocast is not None)
         if len(self.plans) >= self.spec.most_plans:
             self.forget()

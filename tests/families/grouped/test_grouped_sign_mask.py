@@ -15,7 +15,6 @@ import fastlinear as fl
 from fastlinear.families.grouped import layout as layouts
 from fastlinear.families.grouped import reference, sign_mask
 from fastlinear.families.grouped.autograd import Formula, GroupedLinear
-from fastlinear.families.grouped.backends import FAMILY
 from fastlinear.families.grouped.cuda import (
     packed_groups,
     packed_groups_backward,
@@ -23,7 +22,6 @@ from fastlinear.families.grouped.cuda import (
     packed_groups_config,
     packed_groups_tiles,
 )
-from fastlinear.families.grouped.problem import problem
 from fastlinear.families.grouped.sign_mask import Place
 from tests.families import nvrtc_offline as offline
 from tests.families.grouped.sign_mask_checks import ALL, check_gradients, drawn, same
@@ -260,51 +258,3 @@ class TestOnHopper:
 def users(t: Tensor, layout: str) -> Tensor:
     """t (1, M, G, features) as a user of a layout has it."""
     return t[0].permute(1, 0, 2) if layout == "g ... k" else t[0].flatten(1)
-
-
-def test_training_takes_the_forward_that_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-
-    def first(features: int, activation: str, **more: Any) -> str:
-        posed = problem(
-            *("forward", 16384, 64, features, features),
-            **{"dtype": "bfloat16", "device": "cuda", "needs_grad": True, "order": "tokens"} | more,
-            activation=activation,
-        )
-        return FAMILY.prefer(posed)[0]
-
-    for features in (32, 64):
-        assert first(features, "relu") == first(features, "leaky_relu") == "packed_groups"
-        assert first(features, "relu", order="groups") == "packed_groups"
-        assert first(features, "silu") == first(features, "none") == "triton"
-        assert first(features, "relu", needs_grad=False) == "triton"
-    assert first(128, "relu", order="groups") == "packed_groups"
-    assert first(128, "none", order="groups") == "weight_stationary"
-
-
-def test_the_backward_takes_strips_from_enough_tokens_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-
-    def first(piece: str, features: int, m: int, activation: str) -> str:
-        kind: Any = {"dtype": "bfloat16", "device": "cuda", "needs_grad": True, "order": "tokens"}
-        p = problem(piece, m, 64, features, features, activation=activation, **kind)
-        return FAMILY.prefer(p)[0]
-
-    # tokens a group of 64 from which it pays: an activation costs triton's backward a launch more
-    for activation, features, least in (
-        *(("relu", 100, 384), ("relu", 32, 1536), ("silu", 100, 512), ("silu", 32, 768)),
-        *(("none", 100, 2048), ("none", 32, 2048)),
-    ):
-        for m in (least // 2, least, 4 * least):
-            expected = "packed_groups" if m >= least else "triton"
-            assert first("backward", features, m, activation) == expected, (activation, features, m)
-            if activation == "relu":  # signs are kept where they are read
-                of_forward = "packed_groups" if m >= least or features == 100 else "triton"
-                assert first("forward", features, m, activation) == of_forward
-    for features in (64, 128):  # what fills triton's tiles
-        assert first("backward", features, 1 << 14, "none") == "triton"
-        assert first("backward", features, 1 << 14, "relu") == "packed_groups"
-    assert first("forward", 100, 128, "none") == "triton"
-    assert first("forward", 100, 192, "none") == "packed_groups"

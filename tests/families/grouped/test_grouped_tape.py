@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 import fastlinear as fl
-from fastlinear.dispatch.backend import family
 from fastlinear.families.grouped import layout as layouts
 from fastlinear.families.grouped import reference
 from fastlinear.families.grouped.autograd import GroupedLinear
-from fastlinear.families.grouped.problem import problem
 from fastlinear.families.grouped.spec import FRONT
 from fastlinear.fastpath import autograd_node, lookup
 from fastlinear.fastpath.launch import FastpathLaunch
@@ -188,18 +186,6 @@ def test_what_is_copied_first() -> None:
     given = draw("... g k", (3, 20, 36))
     given[2] = torch.randn(36, 3).t().requires_grad_()
     Way(formula_of("triton", "triton", "relu", "... g k"), given).compare(given)
-
-
-@not_interpreted
-def test_small_steps_are_ours_where_nodes_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    first: list[str] = []
-    for why in (None, "no compiler"):
-        monkeypatch.setattr(autograd_node, "reason_not", lambda why=why: why)
-        for m, captured in ((64, False), (64, True), (1 << 16, False)):
-            kind: Any = {"dtype": "bfloat16", "device": "cuda", "needs_grad": True}
-            p = problem("step", m, 8, 100, 100, captured=captured, **kind)
-            first.append(family("grouped_linear").prefer(p)[0])
-    assert first == ["pieces"] * 3 + ["eager", "pieces", "pieces"]
 
 
 # ---------------------------------------------------------------- on the device

@@ -13,7 +13,6 @@ from torch import Tensor
 from fastlinear.activations.reference import NAMES as ACTIVATIONS
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.compare import judge
-from fastlinear.dispatch.backend import family
 from fastlinear.families.grouped import layout as layouts
 from fastlinear.families.grouped import reference
 from fastlinear.families.grouped.cuda import group_map, weight_stationary
@@ -273,59 +272,3 @@ def test_compiles_for_every_activation(activation: str) -> None:
             torch.bfloat16, 256, 256, activation, False, save, config, channels
         )
         assert offline.usage(text, "weight_stationary.cu")[weight_stationary.KERNEL].frame == 0
-
-
-def test_when_it_comes_first() -> None:
-    def first(m: int, groups: int, k: int, n: int, dtype: str = "bfloat16", **how: Any) -> str:
-        p = problem("forward", m, groups, k, n, dtype=dtype, device="cuda", **how)
-        return family("grouped_linear").prefer(p)[0]
-
-    assert first(16384, 16, 256, 256) == "weight_stationary"
-    assert first(16384, 16, 256, 256, order="channels", length=16384) == "weight_stationary"
-    assert first(16384, 16, 256, 256, order="channels", length=64) == "weight_stationary"
-    assert first(16384, 16, 256, 256, order="channels", length=32) == "triton"  # half empty tiles
-    assert first(16384, 16, 256, 256, order="channels", length=100) == "triton"
-    assert first(1024, 4, 256, 256, order="channels", length=1024) == "triton"
-    assert first(256, 16, 256, 256) == "triton"  # few tokens
-    assert first(128, 40, 200, 200) == "weight_stationary"
-    assert first(2048, 16, 1024, 256) == "wide"  # x would be read for 64 outputs at a time
-    assert first(1024, 4, 1024, 256) == "triton"
-    assert first(16, 512, 256, 256) == "wide"  # enough of them, but few of each group
-    assert first(2048, 40, 136, 24) == "wide"  # outputs that its tiles do not take
-    assert first(2048, 40, 136, 128) == "weight_stationary"
-    assert first(2048, 40, 200, 200) == "weight_stationary"  # three blocks a group
-    assert first(2048, 80, 200, 200) == "packed_groups"  # blocks would walk from group to group
-    assert first(2048, 80, 192, 192) == "packed_groups"
-    assert first(2048, 80, 208, 208) == "weight_stationary"
-    assert first(512, 8, 1024, 1024) == "wide"  # a weight that it cannot hold
-    assert first(64, 8, 1024, 1024) == "triton"  # few tiles
-    assert first(4096, 64, 128, 128) == "weight_stationary"
-    assert first(2048, 1024, 8, 8) == "packed_groups"  # tiles of 16 would be half empty
-    assert first(2048, 341, 24, 24) == "triton"  # a strip of one group
-    assert first(2048, 336, 24, 24) == "packed_groups"
-    assert first(2048, 256, 32, 32) == "triton"
-    assert first(2048, 80, 96, 96) == "packed_groups"
-    assert first(2048, 170, 48, 48, "float32") == "packed_groups"
-    assert first(2048, 256, 32, 32, "float32") == "triton"
-    assert first(2048, 64, 128, 128, "float32") == "triton"
-
-
-def test_when_it_comes_first_where_rows_begin_anywhere() -> None:
-    def first(m: int, groups: int, k: int, n: int, **how: Any) -> str:
-        given: Any = {"dtype": "bfloat16", "device": "cuda", **how}
-        return family("grouped_linear").prefer(problem("forward", m, groups, k, n, **given))[0]
-
-    assert first(2048, 64, 150, 150) == "weight_stationary"
-    assert first(2048, 16, 300, 300, order="groups") == "weight_stationary"
-    assert first(2048, 64, 150, 150, dtype="float32") == "packed_groups"
-    assert first(64, 100, 150, 150) != "weight_stationary"  # few tokens of each
-    assert first(256, 8, 150, 150) == "triton"  # and of all
-    assert first(1024, 64, 250, 100) == "weight_stationary"
-    assert first(1024, 64, 256, 100) == "packed_groups"  # whole groups side by side
-    assert first(1024, 64, 500, 300) != "weight_stationary"  # three parts
-    assert first(2048, 16, 500, 100) != "weight_stationary"  # not measured
-    assert first(2048, 64, 100, 100) == "packed_groups"
-    assert first(1024, 64, 100, 200) == "packed_groups"
-    channels: Any = {"order": "channels", "length": 2048}
-    assert first(2048, 64, 256, 100, **channels) == "weight_stationary"
-    assert first(2048, 64, 100, 200, **channels) != "weight_stationary"

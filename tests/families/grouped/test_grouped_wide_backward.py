@@ -12,7 +12,6 @@ from torch import Tensor
 from fastlinear.activations.reference import NAMES as ACTIVATIONS
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.compare import judge
-from fastlinear.dispatch.backend import family
 from fastlinear.families.grouped import layout as layouts
 from fastlinear.families.grouped import reference
 from fastlinear.families.grouped.cuda import group_map
@@ -292,62 +291,3 @@ def test_other_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked("bfloat16", "groups") is None
     assert asked("bfloat16", "channels", 4096) is None
     assert asked("bfloat16", "channels", 12) is not None
-
-
-@pytest.mark.parametrize(
-    ("expected", "dims", "given"),
-    [
-        ("wide", (2048, 56, 144, 144), {}),
-        ("wide", (2048, 40, 200, 200), {"order": "groups"}),
-        ("wide", (64, 64, 256, 256), {"activation": "relu"}),
-        ("triton", (64, 64, 256, 256), {}),  # no launch for a derivative
-        ("triton", (1024, 64, 256, 256), {}),
-        ("wide", (2048, 64, 256, 256), {}),
-        ("wide", (512, 32, 256, 256), {}),
-        ("triton", (256, 32, 256, 256), {}),
-        ("wide", (256, 56, 144, 144), {"order": "groups"}),
-        ("triton", (128, 56, 144, 144), {"order": "groups"}),
-        ("wide", (16384, 16, 256, 256), {"order": "channels", "length": 16384}),
-        ("wide", (16384, 16, 256, 256), {"order": "channels", "length": 64}),
-        ("triton", (16384, 16, 256, 256), {"order": "channels", "length": 32}),
-        ("triton", (16384, 16, 256, 256), {"order": "channels", "length": 100}),
-        ("eager", (16300, 16, 256, 256), {"order": "channels", "length": 16300}),
-        ("eager", (512, 16, 256, 256), {"order": "channels", "length": 512}),
-        ("wide", (512, 16, 256, 256), {"order": "channels", "length": 64}),  # several sequences
-        ("eager", (512, 16, 256, 256), {**CHANNELS_512, "activation": "relu"}),
-        ("triton", (256, 40, 200, 200), {**CHANNELS_256, "activation": "relu"}),
-        ("wide", (512, 40, 200, 200), {**CHANNELS_512, "activation": "relu"}),
-        ("eager", (64, 256, 160, 160), {}),  # weights, and padding
-        ("eager", (256, 8, 256, 256), {}),  # few tokens
-        ("eager", (2048, 16, 512, 512), {}),
-        ("triton", (512, 100, 100, 200), {}),  # rows that do not begin at 16 bytes
-        ("wide", (512, 100, 100, 200), {"activation": "relu"}),
-        ("wide", (2048, 64, 150, 150), {"order": "groups"}),
-        ("wide", (256, 8, 150, 150), {}),
-        ("triton", (64, 100, 150, 150), {"activation": "relu"}),
-        ("wide", (4096, 64, 250, 250), {}),
-        ("triton", (1024, 16, 250, 250), {}),
-        ("wide", (1024, 16, 250, 250), {**CHANNELS_512, "activation": "relu"}),
-        ("triton", (1024, 64, 150, 20), {"activation": "relu"}),
-        ("triton", (2048, 64, 151, 150), {"activation": "relu"}),
-        ("triton", (2048, 16, 512, 512), {"order": "channels", "length": 256}),
-        ("eager", (2048, 16, 512, 512), {"order": "channels", "length": 2048}),
-        ("triton", (2048, 16, 512, 512), {"order": "channels", "length": 256, "dtype": "float32"}),
-        ("eager", (64, 100, 100, 100), {"order": "channels", "length": 8, "dtype": "float32"}),
-        ("triton", (2048, 16, 512, 512), {"dtype": "float32"}),
-        ("triton", (1024, 32, 256, 256), {"dtype": "float32"}),
-        ("eager", (512, 32, 256, 256), {"dtype": "float32"}),
-        ("packed_groups", (4096, 100, 100, 100), {"dtype": "float32"}),
-        ("triton", (4096, 100, 102, 100), {"dtype": "float32"}),
-        ("eager", (8, 100, 100, 100), {"dtype": "float32"}),
-        ("packed_groups", (2048, 336, 24, 24), {}),
-        ("triton", (2048, 341, 24, 24), {}),  # a strip of one group, 48 bytes
-    ],
-)
-def test_when_it_comes_first(
-    expected: str, dims: tuple[int, ...], given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    p = problem("backward", *dims, **{"dtype": "bfloat16", "device": "cuda", **given})
-    assert family("grouped_linear").prefer(p)[0] == expected

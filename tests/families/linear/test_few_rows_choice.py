@@ -17,7 +17,6 @@ from fastlinear.families.linear.cuda.few_rows_config import (
     SingleConfig,
     config_for,
     padded_rows,
-    pays,
     reason_not,
     spread,
 )
@@ -54,20 +53,6 @@ SERVED = [
 @pytest.mark.parametrize(("M", "K", "N", "dtype"), SERVED, ids=str)
 def test_served(M: int, K: int, N: int, dtype: torch.dtype) -> None:
     assert reason_not(M, K, N, dtype, (K, 1), (K, 1), (9, 0)) is None
-
-
-def test_what_was_not_measured_is_not_said_to_pay() -> None:
-    assert pays(16, 4096, 4096, BF16)
-    assert pays(16, 8192, 2048, BF16)
-    assert pays(8, 11008, 4096, BF16)
-    assert not pays(16, 4096, 11008, BF16), "PyTorch's product is faster"
-    assert not pays(8, 28672, 8192, BF16)
-    assert config_for(16, 15360, 2048, BF16) != config_for(16, 8192, 2048, BF16)
-    assert not pays(16, 15360, 2048, BF16), "in a larger cluster than was measured"
-    assert pays(16, 14336, 4096, F32)
-    assert not pays(17, 4096, 4096, BF16)
-    assert not pays(17, 4096, 4096, F32)
-    assert not pays(8, 512, 512, FP16)
 
 
 class _FakeKernel:

@@ -465,8 +465,8 @@ def test_backends_are_given_what_they_may_rely_on(monkeypatch: pytest.MonkeyPatc
         registry.Backend("linear_act", piece, "spy", f"fastlinear_spy:{piece}", lambda _: None)
         for piece in ("forward", "grad_pre", "grad_weight")
     )
-    order = "spy", "pieces", "eager"
-    spied = replace(fam, backends=(*fam.backends, *spies), prefer=lambda _: order, work=None)
+    others = sorted(fam.backends, key=lambda b: b.name != "pieces")
+    spied = replace(fam, backends=(*spies, *others), work=None)
     monkeypatch.setitem(registry._FAMILIES, "linear_act", spied)
 
     w = torch.randn(5, 6, requires_grad=True)

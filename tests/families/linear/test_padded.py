@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.compare import judge
-from fastlinear.dispatch import tables
 from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.select import Choice
-from fastlinear.families.linear import defaults, padded, padded_problem, reference, selection
+from fastlinear.families.linear import padded, padded_problem, reference, selection
 from fastlinear.families.linear.problem import problem
 
 SIZES = [(5, 7, 9), (33, 31, 48), (8, 64, 17), (1, 1, 1), (40, 100, 30), (3, 15, 16)]
@@ -133,37 +131,6 @@ def test_it_serves_odd_rows_only() -> None:
         (one,) = [b for b in family("linear_act").candidates(piece) if b.name == "padded"]
         on_cpu = posed(8, 100, 64, piece, device="cpu")
         assert "CUDA" in str(one.reason_not(on_cpu))
-
-
-def test_the_default_order_takes_it_where_copies_cost_little() -> None:
-    for piece in ("forward", "grad_input", "grad_weight", "backward"):
-        first = 1 if piece == "forward" else 0  # before it cuda, where only N is odd
-        assert defaults.prefer(posed(4096, 4095, 4096, piece))[first] == "padded"
-        assert defaults.prefer(posed(4096, 4096, 4095, piece))[first] == "padded"
-        assert defaults.prefer(posed(4096, 4096, 4095, piece))[0] in ("cuda", "padded")
-        assert defaults.prefer(posed(64, 4095, 4095, piece))[0] != "padded"
-        assert "padded" not in defaults.prefer(posed(4096, 4096, 4096, piece))
-        assert defaults.prefer(posed(4096, 1000, 4096, piece))[0] != "padded"
-        single = {"dtype": "float32", "precision": "highest"}
-        assert defaults.prefer(posed(4096, 1000, 4096, piece, **single))[first] == (
-            "padded" if piece == "forward" else "pieces" if piece == "backward" else "eager"
-        )
-        assert defaults.prefer(posed(256, 4095, 4095, piece, **single))[0] != "padded"
-        few = defaults.prefer(posed(64, 4095, 4095, piece, **single))
-        assert ("triton" in few) is (piece == "backward")
-    assert defaults.prefer(posed(512, 1021, 1021))[0] != "padded"
-    assert defaults.prefer(posed(512, 1021, 1021, captured=True))[1] == "padded"
-    assert defaults.prefer(posed(64, 1021, 1021))[0] == "triton"
-
-
-def test_measurements_of_whole_multiples_say_nothing_of_other_lengths() -> None:
-    row, asked = posed(4096, 4096, 4096), posed(4096, 4096, 4096)
-    assert tables._distance(row, asked) == 0
-    for dims in ((4096, 4095, 4096), (4096, 4096, 4095)):
-        assert tables._distance(row, posed(*dims)) is None
-    assert tables._distance(posed(64, 4095, 4095), posed(64, 4001, 4001)) is not None
-    assert tables._distance(row, posed(4095, 4096, 4096)) is not None  # rows of x, not features
-    assert tables._distance(row, replace(asked, dims=(("M", 0), *asked.dims[1:]))) is None
 
 
 @pytest.mark.parametrize("measured", [False, True])

@@ -20,7 +20,6 @@ from fastlinear.families.linear.autograd import backward_of
 from fastlinear.families.linear.cuda import gemm
 from fastlinear.families.linear.selection import choices_of, problem_of, tuning_order
 from fastlinear.families.linear.triton import config
-from fastlinear.fastpath import autograd_node
 
 HOPPER = (9, 0)
 
@@ -172,44 +171,6 @@ def test_tuning_the_step_measures_both_and_agrees_on_numbers() -> None:
     assert set(tuned[-1].samples) == {"eager", "pieces"}
     assert tuned[-1].rejected == {}
     assert all(t.samples["eager"].metric == "wall" for t in tuned)
-
-
-def test_without_nodes_a_small_training_step_on_a_gpu_defaults_to_torchs_autograd(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    step = posed.problem(
-        "step", 64, 256, 256, dtype="bfloat16", device="cuda", activation="gelu", needs_grad=True
-    )
-    monkeypatch.setattr(autograd_node, "reason_not", lambda: None)
-    assert backends.FAMILY.prefer(step)[0] == "pieces"
-    monkeypatch.setattr(autograd_node, "reason_not", lambda: "no C++ compiler")
-    assert backends.FAMILY.prefer(step)[0] == "eager"
-    captured = posed.problem(
-        "step", 64, 256, 256, dtype="bfloat16", device="cuda", activation="gelu", needs_grad=True,
-        captured=True,
-    )  # fmt: skip
-    assert backends.FAMILY.prefer(captured)[0] == "pieces"
-    large = posed.problem(
-        "step", 8192, 4096, 4096, dtype="bfloat16", device="cuda", activation="gelu",
-        needs_grad=True,
-    )  # fmt: skip
-    assert backends.FAMILY.prefer(large)[0] == "pieces"
-
-
-def test_unmeasured_float32_products_default_to_three_tf32_ones() -> None:
-    def first(piece: str, m: int, k: int, precision: str) -> str:
-        p = posed.problem(
-            piece, m, k, 1024, dtype="float32", device="cuda", needs_grad=True, precision=precision
-        )
-        return backends.FAMILY.prefer(p)[0]
-
-    assert first("forward", 64, 1024, "highest") == "triton"
-    assert first("grad_weight", 1024, 1024, "highest") == "triton"
-    assert first("forward", 64, 1024, "high") != "triton"  # torch's own is a single TF32 product
-    assert first("forward", 64, 64, "highest") != "triton"  # short products are plain float32
-    assert first("grad_weight", 64, 1024, "highest") != "triton"
-    assert first("backward", 64, 1024, "highest") == "triton"
-    assert first("backward", 1024, 1024, "highest") == "pieces"
 
 
 def test_three_tf32_products_stay_away_where_pytorch_is_more_accurate() -> None:

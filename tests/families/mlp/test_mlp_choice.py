@@ -68,26 +68,6 @@ def test_own_ops_without_gradients(final: str, dtype: torch.dtype) -> None:
     assert w.grad is not None
 
 
-@pytest.mark.parametrize(
-    ("m", "widths", "captured", "gains"),
-    [
-        (64, (4096,) * 3, True, True),
-        (128, (4096,) * 3, True, False),
-        (128, (4096,) * 3, False, True),
-        (128, (4096,) * 9, True, True),
-        (129, (4096,) * 9, True, False),
-        (64, (1024, 4096, 1024), True, False),
-        (64, (1024, 4096, 1024), False, True),
-        (64, (2048, 4096, 2048, 10), True, True),
-    ],
-)
-def test_wide_16_bit_chains_stream_where_that_gains(
-    m: int, widths: tuple[int, ...], captured: bool, gains: bool
-) -> None:
-    p = problem("forward", m, widths, dtype="bfloat16", device="cuda", captured=captured)
-    assert (family("mlp").prefer(p)[0] == "whole_cuda") is gains
-
-
 def test_whole_triton_leaves_backwards_without_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole_triton, "why_no_gpu", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

@@ -1,4 +1,4 @@
-"""The family record of diagonal_linear: its pieces, backends, analytic order and least cost.
+"""The family record of diagonal_linear: its pieces, backends and least cost.
 
 Light on purpose: backends are named here and imported on first use.
 """
@@ -6,7 +6,6 @@ Light on purpose: backends are named here and imported on first use.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from fastlinear.families.diagonal import addcmul, reference
 from fastlinear.families.diagonal.cpu import cpp
 from fastlinear.families.diagonal.problem import NAME, PIECES, SPACE, STEP, problem
 from fastlinear.families.diagonal.triton import config
-from fastlinear.fastpath import autograd_node
 from fastlinear.kernels import CPP_SOURCES, TRITON_SOURCES
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
@@ -30,21 +28,7 @@ __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 _HERE = "fastlinear.families.diagonal"
 _TRITON_SOURCES = ("families/diagonal/triton", *TRITON_SOURCES)
 _MAX_REDRAWS = 64
-_MANY = 1 << 24  # numbers whose passes over memory take a GPU longer than the host any call
 _CPP_SOURCES = ("families/diagonal/cpu", *CPP_SOURCES)
-
-
-def _prefer(p: Problem) -> tuple[str, ...]:
-    """Analytic order, used only where no measurement covers the Problem."""
-    numbers = p.dim("M") * p.dim("K")
-    if p.device != "cpu":
-        if p.piece == STEP:
-            # a node of autograd in Python costs the host more than PyTorch's own two
-            host_bound = numbers < _MANY and not p.captured
-            alone = host_bound and autograd_node.reason_not() is not None
-            return ("eager", "pieces") if alone else ("pieces", "eager")
-        return ("triton", "addcmul", "eager") if p.piece == "forward" else ("triton", "eager")
-    return ("eager",)
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
@@ -108,17 +92,6 @@ def cost(p: Problem) -> Cost:
     return Cost(0.0, size * (3 * m * k + (2 + bias + read_again) * k))
 
 
-def _whatever_bias(p: Problem) -> Problem:
-    options = tuple((k, "yes" if k == "bias" else v) for k, v in p.options)
-    return replace(p, options=options)
-
-
-def _whatever_activation(p: Problem) -> Problem:
-    """An activation in the pass costs about nothing."""
-    options = tuple((k, "some" if k == "activation" else v) for k, v in _whatever_bias(p).options)
-    return replace(p, options=options)
-
-
 def _reason_not_pieces(p: Problem) -> str | None:
     return "float64 is left to PyTorch's own ops" if p.dtype == "float64" else None
 
@@ -157,15 +130,14 @@ FAMILY = register_family(
                 for p in PIECES
             ),
         ),
-        prefer=_prefer,
         make_inputs=_make_inputs,
         reference=_reference,
         cost=cost,
         work=deferred(f"{_HERE}.work:work"),
+        gpu_work=deferred(f"{_HERE}.gpu_work:work"),
         examples=_examples,
         space=SPACE,
         command=f"{_HERE}.command:COMMAND",
-        akin=(_whatever_bias, _whatever_activation),
         cold=True,
         timed=deferred(f"{_HERE}.spec:timed"),
     )

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.roofline import swept
+from fastlinear.dispatch.roofline import hosts, swept
 from fastlinear.dispatch.steps import of_pieces
-from fastlinear.dispatch.work import Work, flags_of, host
+from fastlinear.dispatch.work import Work, flags_of
 from fastlinear.families.diagonal.problem import NAME, PIECES, STEP
+
+_KNOWN = ("eager", "addcmul", "triton", "pieces")
 
 
 def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     """A backend's work in the forward, the backward or a training step; None of backends that
     others registered."""
-    if p.piece == STEP:
-        if backend == "pieces":
-            return of_pieces(p, PIECES, work)
-        both = (w for piece in PIECES for w in _device(p.with_piece(piece), "eager"))
-        return (host(f"{NAME} autograd"), *both) if backend == "eager" else None
-    if backend not in ("eager", "addcmul", "triton"):
+    if backend not in _KNOWN:
         return None
-    return (host(f"{NAME} {backend} {p.piece}"), *_device(p, backend))
+    if p.piece != STEP:
+        made = _device(p, backend)
+    elif backend == "pieces":
+        return of_pieces(p, PIECES, work)
+    else:
+        made = tuple(w for piece in PIECES for w in _device(p.with_piece(piece), "eager"))
+    return (*hosts(p, backend, made), *made)
 
 
 def _device(p: Problem, backend: str) -> tuple[Work, ...]:

@@ -1,4 +1,4 @@
-"""The family record of gated_mlp: its pieces, backends, analytic order and least cost.
+"""The family record of gated_mlp: its pieces, backends and least cost.
 
 Light on purpose: backends are named here and imported on first use.
 """
@@ -6,7 +6,6 @@ Light on purpose: backends are named here and imported on first use.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,8 +43,6 @@ _TRITON_SOURCES = (
     *("families/gated/triton", "families/gated/products.py", "families/gated/layers.py"),
     *("families/linear/triton", "families/linear/cuda", *TRITON_SOURCES, *CUDA_SOURCES),
 )
-_LEAST = 1 << 15  # numbers of a pre-activation from which fewer passes pay
-_LEAST_ROWS = 33  # tiles of 64 rows that are more than half filled; measured at 64
 _CUDA_SOURCES = ("families/gated/cuda", "families/gated/products.py", *CUDA_SOURCES)
 
 
@@ -66,20 +63,6 @@ def _reason_not_triton(fused: bool) -> Callable[[Problem], str | None]:
 
 def _reason_not_pieces(p: Problem) -> str | None:
     return "float64 is left to PyTorch's own ops" if p.dtype == "float64" else None
-
-
-def _prefer(p: Problem) -> tuple[str, ...]:
-    """Analytic order, used only where no measurement covers the Problem."""
-    if p.device == "cpu":
-        return ("eager",)
-    tiny = p.dim("M") * p.dim("H") < _LEAST  # PyTorch's own calls cost the host least
-    if tiny:
-        return ("eager", "pieces") if p.piece == STEP else ("eager",)
-    if p.piece == STEP:
-        return ("pieces", "eager")
-    # of few rows a tile of the backward leaves most of its multiplications unused
-    own = p.piece == "forward" or p.dim("M") >= _LEAST_ROWS
-    return (*(("cuda",) if own else ()), "elementwise", "eager")
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
@@ -176,17 +159,6 @@ def cost(p: Problem) -> Cost:
     return Cost(flops, size * (outer + m * k + 2 * weights + bias + read_bias + pre))
 
 
-def _whatever_bias(p: Problem) -> Problem:
-    options = tuple((k, "yes" if k == "bias" else v) for k, v in p.options)
-    return replace(p, options=options)
-
-
-def _whatever_activation(p: Problem) -> Problem:
-    """An epilogue costs about the same for all activations."""
-    options = tuple((k, "some" if k == "activation" else v) for k, v in _whatever_bias(p).options)
-    return replace(p, options=options)
-
-
 def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
     return {"": problem("forward", 64, 512, 1024, 512, **facts)}
 
@@ -254,15 +226,14 @@ FAMILY = register_family(
                 _CPU_SOURCES,
             ),
         ),
-        prefer=_prefer,
         make_inputs=_make_inputs,
         reference=_reference,
         cost=cost,
         work=deferred(f"{_HERE}.work:work"),
+        gpu_work=deferred(f"{_HERE}.gpu_work:work"),
         examples=_examples,
         space=SPACE,
         command=f"{_HERE}.command:COMMAND",
-        akin=(_whatever_bias, _whatever_activation),
         cold=True,
         removed={"onednn_packed": "Backend 'onednn' takes the weights where they lie."},
     )

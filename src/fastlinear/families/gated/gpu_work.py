@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.roofline import LIBRARY, OURS, fused, swept, tiled
+from fastlinear.dispatch.roofline import LIBRARY, OURS, fused, hosts, swept, tiled
 from fastlinear.dispatch.steps import of_pieces
-from fastlinear.dispatch.work import Work, flags_of, host
+from fastlinear.dispatch.work import Work, flags_of
 from fastlinear.families.gated.problem import NAME, PIECES, STEP, has_down
 
 _FUSED = ("triton", "cuda")
-_KNOWN = ("eager", "elementwise", *_FUSED)
+_KNOWN = ("eager", "elementwise", *_FUSED, "pieces")
 
 
 def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     """A backend's work in the forward, the backward or a training step; None of backends that
     others registered."""
-    if p.piece != STEP:
-        if backend not in _KNOWN:
-            return None
-        made = _forward(p, backend) if p.piece == "forward" else _backward(p, backend)
-        return (host(f"{NAME} {backend} {p.piece}"), *made)
-    if backend == "pieces":
-        return of_pieces(p, PIECES, work)
-    if backend != "eager":
+    if backend not in _KNOWN:
         return None
-    forward, backward = p.with_piece("forward"), p.with_piece("backward")
-    name = f"{NAME} autograd"
-    more = swept(name, p, p.dim("M"), p.dim("H"), p.option("activation"))
-    both = (*_forward(forward, "eager"), *_backward(backward, "eager"))
-    return (host(name), *more, *both)
+    if p.piece == STEP:
+        if backend == "pieces":
+            return of_pieces(p, PIECES, work)
+        forward, backward = p.with_piece("forward"), p.with_piece("backward")
+        more = swept(f"{NAME} eager gate", p, p.dim("M"), p.dim("H"), p.option("activation"))
+        made = (*_forward(forward, "eager"), *more, *_backward(backward, "eager"))
+    elif p.piece == "forward":
+        made = _forward(p, backend)
+    else:
+        made = _backward(p, backend)
+    return (*hosts(p, backend, made), *made)
 
 
 def _forward(p: Problem, backend: str) -> tuple[Work, ...]:
@@ -41,20 +40,22 @@ def _forward(p: Problem, backend: str) -> tuple[Work, ...]:
         first = f"{NAME} {backend} first"
         found = _product(first, p, m, k, 2 * h, x + w, *flags_of(p, "bias", "order"))
         found += (fused(f"{NAME} {backend} gate", p, m, h, activation, *kept),)
-        return (*found, *(_product(_rest(backend), p, m, h, n, down) if n else ()))
+        return (*found, *(_product(_rest(p, backend), p, m, h, n, down) if n else ()))
     gate = f"{NAME} {backend} gate"
     flags = (*flags_of(p, "bias", "order"), *kept)
-    found = _first(p, m, k, h, x + w) + swept(gate, p, m, h, activation, *flags, times=3)
-    return (*found, *(tiled("torch", p, m, h, n, down) if n else ()))
+    found = _first(p, backend, m, k, h, x + w)
+    found += swept(gate, p, m, h, activation, *flags, times=3)
+    return (*found, *(_product(_rest(p, backend), p, m, h, n, down) if n else ()))
 
 
 def _backward(p: Problem, backend: str) -> tuple[Work, ...]:
     m, k, h, n = _sizes(p)
     x, w, back = _layouts(p)
-    activation, rest = p.option("activation"), _rest(backend)
-    found = _first(p, m, k, h, x + w) if p.option("recompute") == "yes" else ()
+    activation, rest = p.option("activation"), _rest(p, backend)
+    again = p.option("recompute") == "yes"
+    found = _first(p, backend, m, k, h, x + w) if again else ()
     if n:
-        dh = f"{NAME} {backend} back" if backend in _FUSED else "torch"
+        dh = f"{NAME} {backend} back" if backend in _FUSED else rest
         found += _product(dh, p, m, n, h, "n" + back) + _product(rest, p, n, m, h, "tn")
     if n and backend in _FUSED:
         found += (fused(f"{NAME} {backend} derivative", p, m, h, activation, times=5),)
@@ -70,9 +71,9 @@ def _backward(p: Problem, backend: str) -> tuple[Work, ...]:
     return found
 
 
-def _first(p: Problem, m: int, k: int, h: int, layout: str) -> tuple[Work, ...]:
+def _first(p: Problem, backend: str, m: int, k: int, h: int, layout: str) -> tuple[Work, ...]:
     rows, times = _stacked(p, h)
-    return times * tiled("torch", p, m, k, rows, layout)
+    return times * _product(_rest(p, backend), p, m, k, rows, layout)
 
 
 def _product(
@@ -82,9 +83,10 @@ def _product(
     return tiled(kind, p, m, k, n, layout, *flags, tiles=tiles, triton=" triton " in kind)
 
 
-def _rest(backend: str) -> str:
-    """Whose the products are that have no gate in them."""
-    return f"{NAME} cuda" if backend == "cuda" else "torch"
+def _rest(p: Problem, backend: str) -> str:
+    """Whose the products are that have no gate in them: of float32 those that linear_act takes."""
+    single = backend == "elementwise" and p.dtype == "float32"
+    return f"{NAME} {backend}" if single or backend == "cuda" else "torch"
 
 
 def _stacked(p: Problem, h: int) -> tuple[int, int]:

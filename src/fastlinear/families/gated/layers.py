@@ -1,7 +1,7 @@
 """The matrix products of gated_mlp as those of single layers, by what linear_act takes for them.
 
-On a GPU float32 has better products than PyTorch's; which they are linear_act knows, by its tables
-and the user's tuning.
+On a GPU float32 has better products than PyTorch's; which they are linear_act knows, by its
+predictions and the user's tuning.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""What each backend of gated_mlp does in a call, for its price; here on a CPU."""
+"""What each backend of gated_mlp does in a call on a CPU, for its price."""
 
 from __future__ import annotations
 
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, flags_of, host, passed, product
-from fastlinear.families.gated import gpu_work
 from fastlinear.families.gated.problem import NAME, PIECES, STEP, has_down
 
 _PRODUCTS = {
@@ -20,8 +19,6 @@ _PRODUCTS = {
 def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     """A backend's work in the forward, the backward or a training step; None where
     nobody tells it."""
-    if p.device != "cpu":
-        return gpu_work.work(p, backend) if p.device == "cuda" else None
     if backend not in (*_PRODUCTS, "pieces"):
         return None
     if p.piece != STEP:

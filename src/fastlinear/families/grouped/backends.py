@@ -1,4 +1,4 @@
-"""The family record of grouped_linear: its pieces, backends, analytic order and least cost.
+"""The family record of grouped_linear: its pieces, backends and least cost.
 
 Light on purpose: backends are named here and imported on first use.
 """
@@ -6,7 +6,6 @@ Light on purpose: backends are named here and imported on first use.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +35,6 @@ from fastlinear.families.grouped.cuda import (
     weight_stationary,
     wide_backward,
 )
-from fastlinear.families.grouped.defaults import prefer
 from fastlinear.families.grouped.problem import NAME, PIECES, SPACE, STEP, problem, tokens_of
 from fastlinear.families.grouped.triton import config
 from fastlinear.kernels import CPP_SOURCES, CUDA_SOURCES, TRITON_SOURCES
@@ -164,20 +162,6 @@ def cost(p: Problem) -> Cost:
     return Cost(2 * product, size * (m * n + saved + 2 * m * k + 2 * weights + bias))
 
 
-def _whatever_bias(p: Problem) -> Problem:
-    options = tuple((k, "yes" if k == "bias" else v) for k, v in p.options)
-    return replace(p, options=options)
-
-
-def _whatever_activation(p: Problem) -> Problem:
-    """An epilogue costs about the same for all activations but none."""
-    options = tuple(
-        (k, "some" if k == "activation" and v != "none" else v)
-        for k, v in _whatever_bias(p).options
-    )
-    return replace(p, options=options)
-
-
 def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
     group = partial(problem, "forward")
     return {
@@ -280,15 +264,14 @@ FAMILY = register_family(
                 torch_backends.reason_not_conv,
             ),
         ),
-        prefer=prefer,
         make_inputs=_make_inputs,
         reference=_reference,
         cost=cost,
         work=deferred(f"{_HERE}.work:work"),
+        gpu_work=deferred(f"{_HERE}.gpu_work:work"),
         examples=_examples,
         space=SPACE,
         command=f"{_HERE}.command:COMMAND",
-        akin=(_whatever_bias, _whatever_activation),
         cold=True,
         renamed={"strips": "packed_groups", "resident": "weight_stationary"},
     )

@@ -26,7 +26,6 @@ def family(
     *,
     space: Space,
     backends: Sequence[Served],
-    prefer: Callable[[Problem], tuple[str, ...]],
     make_inputs: Callable[..., tuple[Any, ...]],
 ) -> Family:
     """The record, of backends that ``home``'s module ``spec`` names ``<backend>_<piece>``.
@@ -50,11 +49,11 @@ def family(
             for piece in PIECES
             for backend, reason_not, sources in backends
         ),
-        prefer=prefer,
         make_inputs=make_inputs,
         reference=reference,
         cost=cost,
         work=deferred("fastlinear.families.grouped.work:work"),
+        gpu_work=deferred("fastlinear.families.grouped.gpu_work:work"),
         examples=examples,
         space=space,
         command=f"{home}.command:COMMAND",

@@ -219,12 +219,6 @@ def place_for(
     return None if p is None else Place(order, m, groups, n, p)
 
 
-def has_place(order: str, m: int, groups: int, k: int, n: int) -> bool:
-    """Whether ``packed_groups``, forward and backward, have one place for the signs of 16-bit
-    outputs."""
-    return _rows_of(order, m, groups, k, n) is not None
-
-
 def _rows_of(order: str, m: int, groups: int, k: int, n: int) -> int | None:
     """Tokens of a row, as ``Place.p``; None where a direction has no configuration for it."""
     side = side_by_side(order, m, groups)

@@ -1,11 +1,10 @@
-"""What each backend of groups does in a call, for its price; here on a CPU."""
+"""What each backend of groups does in a call on a CPU, for its price."""
 
 from __future__ import annotations
 
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, call, flags_of, fresh, host
-from fastlinear.families.grouped import gpu_work
 from fastlinear.families.grouped.problem import NAME, PIECES, STEP
 
 _KNOWN = ("eager", "baddbmm", "loop", "conv", "cpp", "together", "pieces")
@@ -14,8 +13,6 @@ _KNOWN = ("eager", "baddbmm", "loop", "conv", "cpp", "together", "pieces")
 def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     """A backend's work in a piece or a training step; None where
     nobody tells it."""
-    if p.device != "cpu":
-        return gpu_work.work(p, backend) if p.device == "cuda" else None
     if backend not in _KNOWN:
         return None
     if p.family == NAME and p.piece == STEP and backend != "eager":

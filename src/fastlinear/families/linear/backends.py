@@ -1,4 +1,4 @@
-"""The family record of linear_act: its pieces, backends, analytic order and least cost.
+"""The family record of linear_act: its pieces, backends and least cost.
 
 Light on purpose: backends are named here and imported on first use.
 """
@@ -6,7 +6,6 @@ Light on purpose: backends are named here and imported on first use.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,8 @@ from fastlinear.dispatch.backend import (
     why_no_gpu,
 )
 from fastlinear.dispatch.drawn import linear_clear_of_kinks
-from fastlinear.families.linear import cublaslt, defaults, padded_problem, reference
+from fastlinear.families.linear import cublaslt, padded_problem, reference
+from fastlinear.families.linear.cost import cost
 from fastlinear.families.linear.cpu import cpp, gemm, half, onednn
 from fastlinear.families.linear.cuda import few_rows_config
 from fastlinear.families.linear.cuda import gemm as cuda
@@ -189,20 +189,6 @@ def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
 _STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", always)
 
 
-def _whatever_bias(p: Problem) -> Problem:
-    options = tuple((k, "yes" if k == "bias" else v) for k, v in p.options)
-    return replace(p, options=options)
-
-
-def _whatever_activation(p: Problem) -> Problem:
-    """An epilogue costs about the same for all activations but none."""
-    options = tuple(
-        (k, "some" if k == "activation" and v != "none" else v)
-        for k, v in _whatever_bias(p).options
-    )
-    return replace(p, options=options)
-
-
 def _reason_not_pieces(p: Problem) -> str | None:
     return "float64 is left to PyTorch's own ops" if p.dtype == "float64" else None
 
@@ -315,16 +301,15 @@ FAMILY = register_family(
                 NAME, "grad_weight", "onednn", f"{_HERE}.cpu.onednn:grad_weight", onednn.reason_not
             ),
         ),
-        prefer=defaults.prefer,
         make_inputs=_make_inputs,
         reference=_reference,
-        cost=defaults.cost,
+        cost=cost,
         work=deferred(f"{_HERE}.work:work"),
+        gpu_work=deferred(f"{_HERE}.gpu_work:work"),
         examples=_examples,
         space=SPACE,
         command=f"{_HERE}.command:COMMAND",
         tuning_order=deferred(f"{_HERE}.selection:tuning_order"),
-        akin=(_whatever_bias, _whatever_activation),
         cold=True,
         timed=deferred(f"{_HERE}.spec:timed"),
         removed={

@@ -10,6 +10,7 @@ from fastlinear.dispatch.roofline import (
     OURS,
     Tiles,
     bytes_us,
+    hosts,
     swept,
     tiled,
 )
@@ -33,18 +34,18 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if backend not in (*_TILES, "pieces"):
         return None
     if p.piece == STEP:
-        if backend == "eager":
-            each = (w for piece in PIECES for w in inner(p.with_piece(piece), "eager"))
-            return (host(f"{NAME} autograd"), *each)
-        return (host(f"{NAME} node"), *_chosen(p, ("forward", WHOLE_BACKWARD)))
-    paid = host(f"{NAME} {backend} {p.piece}")
-    if p.piece != WHOLE_BACKWARD:
-        return (paid, *inner(p, backend))
-    if backend == "pieces":
+        if backend == "pieces":
+            return (host(f"{NAME} node"), *_chosen(p, ("forward", WHOLE_BACKWARD)))
+        made = tuple(w for piece in PIECES for w in inner(p.with_piece(piece), "eager"))
+    elif p.piece != WHOLE_BACKWARD:
+        made = inner(p, backend)
+    elif backend == "pieces":
         return _chosen(p, BACKWARD_PIECES)
-    if backend == "triton":
-        return (paid, *_in_one_launch(p))
-    return (paid, *(w for piece in BACKWARD_PIECES for w in _part(p, piece, backend)))
+    elif backend == "triton":
+        made = _in_one_launch(p)
+    else:
+        made = tuple(w for piece in BACKWARD_PIECES for w in _part(p, piece, backend))
+    return (*hosts(p, backend, made), *made)
 
 
 def _chosen(p: Problem, pieces: tuple[str, ...]) -> tuple[Work, ...]:

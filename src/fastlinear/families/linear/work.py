@@ -1,11 +1,10 @@
-"""What each backend of linear_act does in a call, for its price; here on a CPU."""
+"""What each backend of linear_act does in a call on a CPU, for its price."""
 
 from __future__ import annotations
 
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.work import Work, host, passed, product
-from fastlinear.families.linear import gpu_work
 from fastlinear.families.linear.problem import BACKWARD_PIECES, NAME, PIECES, STEP, WHOLE_BACKWARD
 
 _PRODUCTS = {
@@ -21,8 +20,6 @@ _PASSES = {**_PRODUCTS, "cpp": "cpp", "gemm_cpp": "cpp"}
 def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     """A backend's work in a piece, a whole backward or a training step; None of backends
     that others registered."""
-    if p.device != "cpu":
-        return gpu_work.work(p, backend) if p.device == "cuda" else None
     if backend not in (*_PRODUCTS, "pieces"):
         return None
     if p.piece not in (STEP, WHOLE_BACKWARD):

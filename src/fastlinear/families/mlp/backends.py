@@ -1,4 +1,4 @@
-"""The family record of mlp: its pieces, backends, analytic order and least cost.
+"""The family record of mlp: its pieces, backends and least cost.
 
 Light on purpose: backends are named here and imported on first use.
 """
@@ -6,7 +6,6 @@ Light on purpose: backends are named here and imported on first use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +23,6 @@ from fastlinear.families.linear import backends as linear_act
 from fastlinear.families.mlp import layerwise, reference
 from fastlinear.families.mlp.cpu import whole as whole_cpp
 from fastlinear.families.mlp.cuda import backend
-from fastlinear.families.mlp.defaults import inference_order
 from fastlinear.families.mlp.problem import (
     NAME,
     PIECES,
@@ -48,20 +46,6 @@ _TRITON_SOURCES = ("families/mlp/triton", *TRITON_SOURCES)
 _CUDA_SOURCES = ("families/mlp/cuda", *CUDA_SOURCES)
 _LAYER_SOURCES = (*linear_act.PIECES_SOURCES, "families/linear/selection.py")
 """What layerwise chooses from and runs."""
-
-
-def _prefer(p: Problem) -> tuple[str, ...]:
-    """Analytic order, used only where no measurement covers the Problem."""
-    if p.piece == STEP:
-        return ("pieces", "eager")
-    return ("eager",) if p.device == "cpu" else _prefer_cuda(p)
-
-
-def _prefer_cuda(p: Problem) -> tuple[str, ...]:
-    if p.needs_grad:
-        few = max(widths_of(p)) > 128 or p.dim("L") < 4
-        return ("eager",) if few else ("whole_triton", "eager")
-    return inference_order(p)
 
 
 def _has_bias(p: Problem, layer: int) -> bool:
@@ -152,18 +136,6 @@ def _backend(
     return Backend(NAME, piece, name, f"{_HERE}.{module}:{piece}", reason_not, sources)
 
 
-def _whatever_bias(p: Problem) -> Problem:
-    options = tuple((k, "yes" if k == "bias" else v) for k, v in p.options)
-    return replace(p, options=options)
-
-
-def _whatever_activation(p: Problem) -> Problem:
-    options = tuple(
-        (k, "some" if k in ("activation", "final") else v) for k, v in _whatever_bias(p).options
-    )
-    return replace(p, options=options)
-
-
 def _reason_not_pieces(p: Problem) -> str | None:
     return "float64 is left to PyTorch's own ops" if p.dtype == "float64" else None
 
@@ -206,16 +178,15 @@ FAMILY = register_family(
             ),
             _backend("forward", "whole_cuda", "cuda.backend", backend.reason_not, _CUDA_SOURCES),
         ),
-        prefer=_prefer,
         make_inputs=_make_inputs,
         reference=_reference,
         cost=cost,
         work=deferred(f"{_HERE}.work:work"),
+        gpu_work=deferred(f"{_HERE}.gpu_work:work"),
         examples=_examples,
         space=SPACE,
         command=f"{_HERE}.command:COMMAND",
         tuning_order=deferred(f"{_HERE}.selection:tuning_order"),
-        akin=(_whatever_bias, _whatever_activation),
         timed=deferred(f"{_HERE}.spec:timed"),
         removed={"graph": "Use fastlinear.graphed, which records a module or a function."},
     )

@@ -7,10 +7,10 @@ from math import ceil
 
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.roofline import bytes_us, flops_per_us, of_rows, units
+from fastlinear.dispatch.roofline import bytes_us, flops_per_us, hosts, of_rows, on_device, units
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.steps import of_pieces
-from fastlinear.dispatch.work import Work, call, host
+from fastlinear.dispatch.work import Work, call
 from fastlinear.families.linear import gpu_work as linear
 from fastlinear.families.linear import problem as linear_act
 from fastlinear.families.mlp import layerwise
@@ -29,14 +29,13 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     others registered."""
     if p.piece == STEP:
         return _step(p, backend)
-    paid = host(f"{NAME} {backend} {p.piece}")
     if backend in _WHOLE:
         each = (w for layer in layerwise.layers_of(p) for w in _whole(layer, p.piece, backend))
-        return (paid, call(f"{NAME} {backend} {p.piece}"), *each)
-    if backend == "eager":
-        layer = host(f"{NAME} eager {p.piece} layer", p.dim("L"))
-        return (paid, layer, *_layers(p, "eager"))
-    return (paid, *_layers(p, backend)) if backend == "layerwise" else None
+        return (*hosts(p, backend, (start := call(f"{NAME} {backend} {p.piece}"),)), start, *each)
+    if backend not in ("eager", "layerwise"):
+        return None
+    made = _layers(p, backend)
+    return (*hosts(p, backend, made), *made)
 
 
 def _layers(p: Problem, backend: str) -> tuple[Work, ...]:
@@ -54,7 +53,7 @@ def _layers(p: Problem, backend: str) -> tuple[Work, ...]:
 def _layer(q: Problem, backend: str) -> tuple[Work, ...]:
     if backend == "eager":
         return linear.inner(q, "eager")
-    return linear.work(q, select(q, ready=False).backend.name) or ()
+    return on_device(linear.work(q, select(q, ready=False).backend.name) or ())
 
 
 def _step(p: Problem, backend: str) -> tuple[Work, ...] | None:
@@ -62,9 +61,8 @@ def _step(p: Problem, backend: str) -> tuple[Work, ...] | None:
         return of_pieces(p, PIECES, work)
     if backend != "eager":
         return None
-    each = (w for piece in PIECES for w in _layers(p.with_piece(piece), "eager"))
-    layer = host(f"{NAME} autograd layer", p.dim("L"))
-    return (host(f"{NAME} autograd"), layer, *each)
+    made = tuple(w for piece in PIECES for w in _layers(p.with_piece(piece), "eager"))
+    return (*hosts(p, "eager", made), *made)
 
 
 def _whole(layer: Problem, piece: str, backend: str) -> tuple[Work, ...]:
@@ -81,6 +79,6 @@ def _whole(layer: Problem, piece: str, backend: str) -> tuple[Work, ...]:
     rows = of_rows(FLOAT_DTYPES[layer.dtype].itemsize, (k, n))
     flags = tuple(name for name, holds in rows if holds)
     return (
-        call(f"{kind} layer", 1.0, layer.option("activation")),
+        Work(f"{kind} layer", 1.0, None, (layer.option("activation"),)),
         Work(f"{kind} product", us, {"m": m, "k": k, "n": n}, flags),
     )

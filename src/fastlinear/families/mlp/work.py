@@ -1,4 +1,4 @@
-"""What each backend of mlp does in a call, for its price; here on a CPU."""
+"""What each backend of mlp does in a call on a CPU, for its price."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, fresh, host, passed, product
 from fastlinear.families.linear import problem as linear_act
 from fastlinear.families.linear import work as linear
-from fastlinear.families.mlp import gpu_work, layerwise
+from fastlinear.families.mlp import layerwise
 from fastlinear.families.mlp.problem import NAME, PIECES, STEP
 
 _KNOWN = ("eager", "layerwise", "whole_cpp", "pieces")
@@ -20,8 +20,6 @@ _OF_LAYERS = {"forward": ("forward",), "backward": linear_act.BACKWARD_PIECES}
 def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     """A backend's work in the forward, the backward or a training step; None where
     nobody tells it."""
-    if p.device != "cpu":
-        return gpu_work.work(p, backend) if p.device == "cuda" else None
     if backend not in _KNOWN:
         return None
     if p.piece == STEP:

@@ -49,7 +49,7 @@ def note_rows(work: Work, buckets: Sequence[int]) -> None:
     if buckets:
         work.notes.append(
             f"tuned for {words(buckets)} a call (numbers go to the nearest power of two); others "
-            "take what the cache, the shipped table or the default says, Config(rows=...) tunes "
+            "take what the cache or a prediction says, Config(rows=...) tunes "
             "for them"
         )
 

@@ -1,4 +1,4 @@
-"""The family record of ragged_linear: its backends, analytic order and least cost.
+"""The family record of ragged_linear: its backends and least cost.
 
 A training call is chosen as one step: a backward takes the sizes as its own forward left them.
 """
@@ -13,7 +13,6 @@ from fastlinear.core.compare import KINKED
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import (
-    always,
     register_family,
     why_no_gpu,
 )
@@ -38,6 +37,11 @@ _CPP_SOURCES = (
 )
 
 
+def _reason_not_eager(p: Problem) -> str | None:
+    """PyTorch's own ops slice x by sizes that they read from the device."""
+    return "a CUDA graph cannot read the sizes of the groups" if p.captured else None
+
+
 def _reason_not_triton(p: Problem) -> str | None:
     if (why := why_no_gpu(p, "triton")) is not None:
         return why
@@ -46,11 +50,6 @@ def _reason_not_triton(p: Problem) -> str | None:
         return f"serves at most {MAX_GROUPS} groups, the call has {groups}"
     sizes, capability = (p.dim("M"), 1, p.dim("K"), p.dim("N")), torch.cuda.get_device_capability()
     return config.reason_not(*sizes, FLOAT_DTYPES[p.dtype], capability)
-
-
-def _prefer(p: Problem) -> tuple[str, ...]:
-    """Analytic order, used only where no measurement covers the Problem."""
-    return ("triton", "eager") if p.device == "cuda" else ("eager",)
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
@@ -78,12 +77,11 @@ FAMILY = register_family(
         NAME,
         "fastlinear.families.grouped.ragged",
         backends=(
-            ("eager", always, ("families/grouped/ragged/products.py",)),
+            ("eager", _reason_not_eager, ("families/grouped/ragged/products.py",)),
             ("triton", _reason_not_triton, _TRITON_SOURCES),
             ("cpp", cpp.reason_not, _CPP_SOURCES),
         ),
         space=SPACE,
-        prefer=_prefer,
         make_inputs=_make_inputs,
     )
 )

@@ -1,4 +1,4 @@
-"""The family record of unequal_linear: its backends, analytic order and least cost."""
+"""The family record of unequal_linear: its backends and least cost."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ from fastlinear.kernels import CPP_SOURCES, CUDA_SOURCES
 
 __all__ = ["FAMILY", "NAME", "problem"]
 
-# Most operations of a group, on average. Measured with gradients, 26 groups: of 2.7 billion each
-# 1845 µs on an H100 where a loop takes 2132 on an H200, and of 330 million whose rows begin
-# anywhere 691 where it takes 1348.
-_MOST_FLOPS, _MOST_FLOPS_UNALIGNED, _MOST_FLOPS_SINGLE = 3_000_000_000, 400_000_000, 400_000_000
-_FEW_GROUPS = 4  # that a GPU computes one after the other as fast
 _SOURCES = (
     *("families/grouped/unequal/autograd.py", "families/grouped/unequal/layout.py"),
     *("families/grouped/unequal/cuda", "families/grouped/unequal/cpu", "families/grouped/cpu"),
@@ -35,22 +30,6 @@ def _reason_not_together(p: Problem) -> str | None:
     from fastlinear.families.grouped.unequal.cuda import backend
 
     return backend.reason_not(p)
-
-
-def _prefer(p: Problem) -> tuple[str, ...]:
-    """Analytic order, used only where no measurement covers the Problem: all groups together
-    where single products are too small to fill the machine."""
-    if p.device == "cpu":
-        return ("eager",)
-    return ("together", "eager") if _pays(p) else ("eager", "together")
-
-
-def _pays(p: Problem) -> bool:
-    groups, weights = p.dim("G"), p.dim("KN")
-    most = _MOST_FLOPS if p.option("rows") == "aligned" else _MOST_FLOPS_UNALIGNED
-    if p.dtype == "float32":
-        most = _MOST_FLOPS_SINGLE
-    return groups >= _FEW_GROUPS and 2 * p.dim("M") * weights <= most * groups
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
@@ -87,7 +66,6 @@ FAMILY = register_family(
         "fastlinear.families.grouped.unequal",
         backends=(("eager", always, ()), ("together", _reason_not_together, _SOURCES)),
         space=SPACE,
-        prefer=_prefer,
         make_inputs=_make_inputs,
     )
 )

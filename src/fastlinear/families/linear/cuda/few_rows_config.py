@@ -266,8 +266,6 @@ _HALF: dict[int, dict[tuple[int, int], HalfConfig]] = {
         (11008, 4096): HalfConfig(1, 2, 4, 4, 8),
     },
 }
-# Padded rows → most features and most numbers of W for which it is the fastest, from K = 1024 on.
-_HALF_PAYS = {8: (8192, 48 << 20), 16: (4096, 32 << 20)}
 
 
 def _no_room(size: int) -> str | None:
@@ -351,23 +349,6 @@ def reason_not(
     return (config or config_for(M, K, N, dtype)).invalid(padded_rows(M, dtype), K)
 
 
-def pays(M: int, K: int, N: int, dtype: torch.dtype) -> bool:
-    """Whether these kernels are faster than any other, where nothing was measured.
-
-    Not where K is so long that the configuration needs a larger cluster than was measured.
-    """
-    if M < 1 or dtype not in DTYPES:
-        return False
-    rows = padded_rows(M, dtype)
-    if dtype.itemsize == 4:
-        largest = _SINGLE[rows][max(_SINGLE[rows])] if rows in _SINGLE else None
-        return largest is not None and largest.invalid(rows, K) is None
-    most = _HALF_PAYS.get(rows)
-    if most is None or not (K >= 1024 and most[0] >= N and most[1] >= K * N):
-        return False
-    return _measured(M, K, N, dtype).invalid(rows, K) is None
-
-
 def _measured(M: int, K: int, N: int, dtype: torch.dtype) -> Config:
     """What was measured nearest: by the size of the weight, in 16-bit dtypes by K and, as blocks
     follow from it, by N twice as much."""
@@ -384,8 +365,8 @@ def _measured(M: int, K: int, N: int, dtype: torch.dtype) -> Config:
 @lru_cache(maxsize=1024)
 def config_for(M: int, K: int, N: int, dtype: torch.dtype) -> Config:
     """The configuration for y (M, N) = x (M, K) @ weight (N, K)ᵀ: the measured one that is nearest,
-    with as many blocks more as x needs for its shared memory (which was not measured: see
-    :func:`pays`), and without blocks that K has no work for."""
+    with as many blocks more as x needs for its shared memory (which was not measured), and without
+    blocks that K has no work for."""
     rows = padded_rows(M, dtype)
     config = _measured(M, K, N, dtype)
     if isinstance(config, SingleConfig) and config.many(K):

@@ -155,8 +155,6 @@ _CHEAP = ("none", "relu", "leaky_relu", "relu2", "sigmoid", "tanh")  # to form d
 
 ONE_TILE_ROWS = 128
 """Rows of x up to which one tile may hold them all in the whole backward."""
-FAST_TF32 = ((8, 0), (9, 0), (10, 0), (10, 3))
-"""Capabilities whose TF32 rate is many times their float32 rate."""
 
 
 @lru_cache(maxsize=1024)
@@ -210,18 +208,6 @@ def max_backward_rows(capability: tuple[int, int]) -> int:
 def whole_backward_may_pay(M: int, K: int, N: int) -> bool:
     """Whether one launch for the whole backward is worth measuring."""
     return M <= ONE_TILE_ROWS or (M <= 4096 and K * N <= 1 << 22 and M * K * N <= 1 << 31)
-
-
-def whole_backward_pays(M: int, K: int, N: int, dtype: torch.dtype) -> bool:
-    """Whether one launch for the whole backward is expected to beat products of their own.
-
-    Measured with relu on an H200 with 64 to 2048 rows of 128 to 2048 features.
-    """
-    if M <= 64:
-        return dtype.itemsize == 2 or not 4 < M < 32  # too many to multiply-add, few for TF32
-    if dtype.itemsize == 4:
-        return M <= 512 and K * N <= 1 << 18
-    return M <= 4096 and K * N <= 1 << 20 and M * K * N <= 1 << 30
 
 
 @lru_cache(maxsize=1024)

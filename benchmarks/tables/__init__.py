@@ -1,1 +1,0 @@
-"""The tables of measured choices that the product ships, and what they are made of."""
