@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,23 @@ def test_a_doubt_keeps_the_choice_without_it_where_that_is_a_rival(
     kept = select(call())
     assert (kept.backend.name, kept.source) == ("fast", "predicted")
     assert kept.reason.endswith("tune again when it is quiet")
+
+
+def test_what_is_avoided_is_taken_only_where_nothing_else_can_serve(
+    toy: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name, or by what was measured, it is taken all the same."""
+    coarse = "its numbers are less exact"
+    picky, slow, fast = toy.backends
+    price(monkeypatch, slow=4.0, fast=3.0)
+    register_family(
+        replace(toy, backends=(picky, slow, replace(fast, why_avoided=lambda _: coarse)))
+    )
+    chosen = select(call())
+    assert (chosen.backend.name, dict(chosen.passed_over)["fast"]) == ("slow", coarse)
+    assert select(call(), "fast").backend.name == "fast"
+    register_family(replace(toy, backends=(picky, fast)))
+    assert select(call()).backend.name == "fast"
 
 
 def test_the_other_regime_stands_in(toy: Family, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,11 @@ about_to_run: ContextVar[bool] = ContextVar("about_to_run", default=False)
 """Whether ``reason_not`` is asked for a call that runs: its libraries are then compiled."""
 
 
+def always(_: Problem) -> str | None:
+    """``reason_not`` of a backend that serves every Problem."""
+    return None
+
+
 @dataclass(frozen=True)
 class Backend:
     """One way to compute one piece of a family.
@@ -39,6 +44,8 @@ class Backend:
             or import the target.
         sources: files and folders of the package whose code, besides the module's own, the cache
             key covers.
+        why_avoided: why it is not chosen by prediction where another one can serve, for its
+            numbers' sake, or None.
     """
 
     family: str
@@ -47,6 +54,7 @@ class Backend:
     target: str
     reason_not: Callable[[Problem], str | None]
     sources: tuple[str, ...] = ()
+    why_avoided: Callable[[Problem], str | None] = always
 
     def load(self) -> Callable[..., Any]:
         """Import the module and return the function."""
@@ -227,11 +235,6 @@ def check_backend(backend: str | None, family_name: str, function: str) -> None:
             repr(backend),
             known.remedy(backend),
         )
-
-
-def always(_: Problem) -> str | None:
-    """``reason_not`` of a backend that serves every Problem."""
-    return None
 
 
 def why_no_gpu(problem: Problem, *packages: str) -> str | None:

@@ -101,6 +101,9 @@ def _untuned(
     problem: Problem, able: Sequence[Backend], reasons: dict[str, str | None]
 ) -> Choice | None:
     """The choice of this machine without the user's measurements."""
+    avoided = {b.name: why for b in able if (why := b.why_avoided(problem)) is not None}
+    if len(avoided) < len(able):
+        able, reasons = [b for b in able if b.name not in avoided], {**reasons, **avoided}
     by_name = {b.name: b for b in able}
     found = predictions(problem, able)
     if found:

@@ -41,6 +41,7 @@ from fastlinear.kernels import CPP_SOURCES, CUDA_SOURCES, TRITON_SOURCES
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 
+_TOKENS_ONE_BY_ONE = 768
 _HERE = "fastlinear.families.grouped"
 _LAYOUT = tuple(f"families/grouped/{name}.py" for name in ("layout", "sign_mask", "reference"))
 _TRITON_SOURCES = ("families/grouped/triton", *TRITON_SOURCES, *_LAYOUT)
@@ -171,7 +172,16 @@ def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
     }
 
 
-_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", always)
+def _why_not_by_one(p: Problem) -> str | None:
+    """cuBLAS's batched float32 products sum dW over a group's tokens one after the other: of many
+    it is less exact than products of single groups, or than sums in parts."""
+    many = p.dtype == "float32" and p.dim("M") >= _TOKENS_ONE_BY_ONE
+    return "of so many tokens dW is less exact" if many and p.device == "cuda" else None
+
+
+_STEP_EAGER = Backend(
+    *(NAME, STEP, "eager", f"{_HERE}.spec:eager", always), why_avoided=_why_not_by_one
+)
 FAMILY = register_family(
     Family(
         name=NAME,
@@ -181,7 +191,11 @@ FAMILY = register_family(
             Backend(
                 NAME, STEP, "pieces", f"{_HERE}.spec:pieces", _reason_not_pieces, _PIECES_SOURCES
             ),
-            *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", always) for p in PIECES),
+            Backend(NAME, "forward", "eager", f"{_HERE}.reference:forward", always),
+            Backend(
+                *(NAME, "backward", "eager", f"{_HERE}.reference:backward", always),
+                why_avoided=_why_not_by_one,
+            ),
             Backend(
                 NAME,
                 "forward",
