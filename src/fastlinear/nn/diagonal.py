@@ -13,6 +13,7 @@ from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
 from fastlinear.families.diagonal.op import call
 from fastlinear.nn.arguments import check_made
+from fastlinear.nn.parameters import weight_and_bias
 from fastlinear.nn.plain_linear import why_not_linear, why_not_shared
 from fastlinear.nn.recognised import Scaling, is_hooked, recognised
 
@@ -80,7 +81,8 @@ class DiagonalLinear(nn.Module):
             mixed = x.dtype is not self.weight.dtype
             if mixed or torch.is_autocast_enabled(x.device.type):
                 return self._scaled(x, residual)
-        return call(x, self.weight, (self.bias, residual), self.activation, self.backend)
+        weight, bias = weight_and_bias(self)
+        return call(x, weight, (bias, residual), self.activation, self.backend)
 
     def _scaled(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The same of several dtypes, as PyTorch promotes; and under autocast, which casts no such

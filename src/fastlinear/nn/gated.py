@@ -133,8 +133,8 @@ class GatedMLP(nn.Module):
         dropping = self.training and gated.dropout > 0.0
         if down is None:
             return call(x, weights, biases, *options, "gated_linear")
-        dtype = _dtype(self, gated.down)
-        if not dropping and dtype == _dtype(self, gated.gate):
+        dtype = down.dtype
+        if not dropping and dtype == weights.gate.dtype:
             return call(x, weights, biases, *options)
         inner = Weights(weights.gate, weights.up, None)
         h = call(x, inner, Biases(biases.gate, biases.up, None), *options, "gated_linear")
@@ -230,13 +230,6 @@ class GatedMLP(nn.Module):
         order = "" if gated.order == "apart" else f", stacked={gated.order!r}"
         rate = f", dropout={gated.dropout}" if gated.dropout else ""
         return f"activation={gated.activation!r}{order}{rate}"
-
-
-def _dtype(module: nn.Module, name: str | None) -> torch.dtype | None:
-    """The dtype of a plain linear layer's weight, which is no proxy while FX traces the module."""
-    held: Any = module._modules[name]  # type: ignore[index]
-    weight = held._parameters.get("weight")
-    return (held.weight if weight is None else weight).dtype  # type: ignore[no-any-return]
 
 
 def _check_recompute(where: str, recompute: object) -> None:

@@ -16,6 +16,7 @@ from fastlinear.families.grouped.layout import NAMES, SHARED
 from fastlinear.families.grouped.op import call
 from fastlinear.nn.arguments import check_made
 from fastlinear.nn.grouped_convert import check_convolution, check_own, fail, parameter
+from fastlinear.nn.parameters import weight_and_bias
 from fastlinear.nn.plain_linear import why_not_linear
 
 _DEFAULT, _CHANNELS = "... (g k)", "b (g k) ..."
@@ -101,7 +102,8 @@ class GroupedLinear(nn.Module):
         layer takes x without a batch too."""
         if self.positions is not None and isinstance(x, Tensor) and x.dim() == self.positions + 1:
             return self.forward(x.unsqueeze(0)).squeeze(0)
-        return call(x, self.weight, self.bias, self.activation, self.layout, self.backend)
+        weight, bias = weight_and_bias(self)
+        return call(x, weight, bias, self.activation, self.layout, self.backend)
 
     @classmethod
     def from_linears(

@@ -11,6 +11,7 @@ from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
 from fastlinear.families.linear.op import call
 from fastlinear.nn.arguments import check_made
+from fastlinear.nn.parameters import weight_and_bias
 from fastlinear.nn.plain_linear import why_not_linear, why_not_shared
 
 
@@ -62,10 +63,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """act(x Wᵀ + b); x (..., K) → (..., N)."""
-        parameters = self._parameters  # nn.Module's attribute lookup costs a microsecond each
-        weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
-        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
-        return call(x, weight, bias, self.activation, self.backend)  # type: ignore[arg-type]
+        return call(x, *weight_and_bias(self), self.activation, self.backend)
 
     @classmethod
     def from_linear(

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastlinear.families.gated.stacking import Biases, Weights
+from fastlinear.nn.parameters import weight_and_bias
 
 T = TypeVar("T")
 PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)
@@ -85,12 +86,11 @@ def recognised(kind: type[T], module: nn.Module) -> T | str:
 
 def weights_of(module: nn.Module, gated: Gated) -> tuple[Weights, Biases]:
     """The parameters of a module that is recognised, as they are now."""
-    held: dict[str, Any] = module._modules
-    layers = [None if n is None else held[n] for n in (gated.gate, gated.up, gated.down)]
-    return (
-        Weights(*(None if a is None else a.weight for a in layers)),  # type: ignore[arg-type]
-        Biases(*(None if a is None else a.bias for a in layers)),
-    )
+    modules: dict[str, Any] = module._modules
+    gate, gate_bias = weight_and_bias(modules[gated.gate])
+    up, up_bias = (None, None) if gated.up is None else weight_and_bias(modules[gated.up])
+    down, down_bias = (None, None) if gated.down is None else weight_and_bias(modules[gated.down])
+    return Weights(gate, up, down), Biases(gate_bias, up_bias, down_bias)
 
 
 def are_plain(module: nn.Module, gated: Gated) -> bool:
@@ -111,5 +111,10 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    return any(hooks) or bool(module._backward_pre_hooks) or "forward" in module.__dict__
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
