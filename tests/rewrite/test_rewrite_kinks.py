@@ -86,8 +86,8 @@ def backward(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
     def use(function: Any) -> None:
         extra = backend("forward", "reversed_forward"), backend("grad_pre", function.__name__)
-        facts = {"backends": (*known.backends, *extra), "prefer": lambda _: order, "work": None}
-        order = ("mine", "pieces", "eager")
+        others = sorted(known.backends, key=lambda b: b.name != "pieces")
+        facts = {"backends": (*extra, *others), "work": None}
         monkeypatch.setitem(
             registry._FAMILIES, known.name, registry.Family(**{**vars(known), **facts})
         )

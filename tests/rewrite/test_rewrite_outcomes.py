@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,14 +138,8 @@ def _wrong(x: Tensor, weight: Tensor, bias: Tensor, activation: str, save_pre: b
 def _with_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     family = registry.family("linear_act")
     extra = registry.Backend("linear_act", "forward", name, f"{__name__}:_wrong", lambda _: None)
-    changed = registry.Family(
-        **{
-            **vars(family),
-            "backends": (*family.backends, extra),
-            "prefer": lambda _: (name, "pieces", "eager"),
-            "work": None,
-        }
-    )
+    others = sorted(family.backends, key=lambda b: b.name != "pieces")
+    changed = replace(family, backends=(extra, *others), work=None)
     monkeypatch.setitem(registry._FAMILIES, "linear_act", changed)
 
 
