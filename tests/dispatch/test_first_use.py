@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import fastlinear as fl
 from fastlinear.core import settings
 from fastlinear.core.errors import CacheWarning, InputError
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch import first_use
+from fastlinear.dispatch import cache, first_use
+from fastlinear.dispatch.backend import Backend
 from fastlinear.dispatch.steps import STEP
 from fastlinear.families.linear.problem import BACKWARD_PIECES
 
@@ -142,7 +144,47 @@ def test_what_the_environment_cannot_mean(said: str, monkeypatch: pytest.MonkeyP
         settings.first_use_s()
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
-def test_seconds_are_above_0(seconds: float) -> None:
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), "0.5", None])
+def test_seconds_are_above_0(seconds: Any) -> None:
     with pytest.raises(InputError, match=r"tune_at_first_use.*above 0"):
         fl.tune_at_first_use(seconds=seconds)
+
+
+@pytest.mark.parametrize("enabled", [0.5, 2, "no", None])
+def test_seconds_are_not_given_as_enabled(enabled: Any) -> None:
+    with pytest.raises(InputError, match=r"True or False.*seconds="):
+        fl.tune_at_first_use(enabled)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_counts_nothing_of_it(reentrant: bool, tuned: list[Problem]) -> None:
+    layer = fl.nn.Linear(24, 24, activation="silu")
+    x = torch.randn(8, 24, requires_grad=True)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (packed.append(t), t)[1], lambda t: t):
+        checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    assert tuned
+    assert len(packed) < 20
+    assert x.grad is not None
+
+
+def test_clearing_the_cache_makes_a_first_use_again(tuned: list[Problem]) -> None:
+    arguments = layer()
+    fl.linear_act(*arguments, activation="relu")
+    cache.clear("cpu")
+    fl.linear_act(*arguments, activation="relu")
+    assert len(tuned) == 2
+
+
+def test_while_a_library_compiles_nothing_is_decided(
+    tuned: list[Problem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backend, "why_not_ready", lambda b, _: b.name == "gemm_cpp" or None)
+    fl.linear_act(*layer(), activation="relu")
+    assert tuned == []
+
+
+def test_other_devices_are_left_alone(tuned: list[Problem]) -> None:
+    x, w, b = (t.to("meta") for t in layer())
+    assert fl.linear_act(x, w, b, activation="relu").is_meta
+    assert tuned == []

@@ -231,6 +231,8 @@ def most_alike(facts: DeviceFacts) -> str:
     """The shipped device that is most like this one, by name of its file; ``""`` if none is of its
     kind."""
     here = traits(facts)
+    if facts.kind == "cuda" and torch.version.hip is not None:
+        return ""  # no rates of theirs are like those of the GPUs measured
     known = {name: there for name, there in _devices().items() if there["kind"] == facts.kind}
     return max(known, key=lambda name: _likeness(known[name], here), default="")
 

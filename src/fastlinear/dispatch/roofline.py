@@ -13,6 +13,7 @@ from math import ceil, gcd
 
 import torch
 
+from fastlinear.core.device import device_facts
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.work import CALL, HOST, Work, call, host
@@ -38,12 +39,9 @@ LARGE: Tiles = LIBRARY[2:6]
 FEW_ROWS: Tiles = ((16, 16, 0.15),)
 
 
-@lru_cache(maxsize=1)
 def units() -> int:
-    """The multiprocessors of the GPU, or a Hopper's where there is none."""
-    if not torch.cuda.is_available():
-        return _UNITS
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+    """The multiprocessors of the current GPU, or a Hopper's where there is none."""
+    return device_facts("cuda").units if torch.cuda.is_available() else _UNITS
 
 
 def bytes_us(p: Problem, numbers: float) -> float:
@@ -62,7 +60,15 @@ def flops_per_us(p: Problem, *, ours: bool = False) -> float:
 
 @lru_cache(maxsize=1 << 14)
 def tiled_us(
-    m: int, k: int, n: int, itemsize: int, rate: float, tiles: Tiles, groups: int, split: bool
+    m: int,
+    k: int,
+    n: int,
+    itemsize: int,
+    rate: float,
+    tiles: Tiles,
+    groups: int,
+    split: bool,
+    every: int,
 ) -> float:
     """(m, k) @ (k, n) in whole waves of tiles, or its bytes: the best of the tiles.
 
@@ -70,8 +76,9 @@ def tiled_us(
         rate: operations a microsecond of a multiprocessor.
         groups: so many products at once.
         split: whether sums are split where there are fewer tiles than multiprocessors.
+        every: multiprocessors.
     """
-    best, every = float("inf"), units()
+    best = float("inf")
     for rows, columns, share in tiles:
         count = ceil(m / rows) * ceil(n / columns) * groups
         parts = {1}
@@ -119,7 +126,7 @@ def tiled(
         for a, row in zip("abc", inner, strict=True)
         if (load := gcd(row * itemsize, _LINE)) < _LINE
     )
-    us = tiled_us(m, k, n, itemsize, rate, tiles, 1, True)
+    us = tiled_us(m, k, n, itemsize, rate, tiles, 1, True, units())
     return (
         call(kind),
         Work(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.select import Choice, select
-from fastlinear.dispatch.work import Work, host
+from fastlinear.dispatch.work import Work
 
 PIECES = ("forward", "backward")
 STEP = "step"
@@ -55,9 +55,10 @@ def of_pieces(
     p: Problem,
     pieces: Sequence[str],
     work: Callable[[Problem, str], tuple[Work, ...] | None],
+    node: Work,
 ) -> tuple[Work, ...]:
     """The work of a training step by our formula: its node, and the pieces as they are chosen."""
-    found = [host(f"{p.family} node")]
+    found = [node]
     for piece in pieces:
         q = p.with_piece(piece)
         found += work(q, select(q, ready=False).backend.name) or ()

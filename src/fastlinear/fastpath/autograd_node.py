@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.settings import kept_bytes
+from fastlinear.dispatch.work import Work, host
 from fastlinear.fastpath import library, lookup
 from fastlinear.fastpath.build import Build, after_fork, waited
 
@@ -23,6 +24,7 @@ NOTHING, OUTPUT, HIDDEN, INTERNAL, SPENT = 0, 1, 2, 3, 4
 it."""
 KEPT = {"none": NOTHING, "output": OUTPUT, "pre": INTERNAL}
 """How what an activation's derivative reads is kept, by the activation's ``saved``."""
+_IN_PYTHON = 1.8  # times as long as in C++ (``families/linear/README.md``)
 MAX_TENSORS = 63
 """Most tensors of a call, whose gradients are counted as bits."""
 
@@ -135,6 +137,11 @@ def wait(timeout: float | None = None) -> bool:
 def reason_not() -> str | None:
     """Why there will be no such nodes in this process, or None. Compiles and waits for nothing."""
     return _build.reason_not()
+
+
+def node_work(family: str) -> Work:
+    """What the host pays for a node, for its price: in Python it takes longer."""
+    return host(f"{family} node", 1.0 if reason_not() is None else _IN_PYTHON)
 
 
 def serves_cuda() -> bool:

@@ -134,19 +134,19 @@ def test_it_serves_odd_rows_only() -> None:
 
 
 @pytest.mark.parametrize("measured", [False, True])
-def test_what_was_measured_of_the_pieces_comes_before_the_default(
+def test_what_was_measured_of_the_pieces_comes_before_a_prediction(
     measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole backward is padded by default; pieces known to be fastest are not overruled."""
+    """The whole backward is predicted padded; pieces known to be fastest are not overruled."""
     p = posed(8192, 4095, 4095, needs_grad=True)
     assert "backward" in {q.piece for q in selection.tuning_order(p)}
     few = {q.piece for q in selection.tuning_order(posed(8192, 4096, 4096, needs_grad=True))}
     assert "backward" not in few
 
     def chosen(q: Any, forced: str | None = None) -> Any:
-        name, source = forced or "eager", "tuned" if measured else "default"
+        name, source = forced or "eager", "tuned" if measured else "predicted"
         if q.piece == "backward":
-            name, source = "padded", "default"
+            name, source = "padded", "predicted"
         (backend,) = [b for b in family("linear_act").candidates(q.piece) if b.name == name]
         return Choice(q, backend, source, "", ())
 

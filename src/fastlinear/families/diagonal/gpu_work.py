@@ -7,6 +7,7 @@ from fastlinear.dispatch.roofline import hosts, swept
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, flags_of
 from fastlinear.families.diagonal.problem import NAME, PIECES, STEP
+from fastlinear.fastpath.autograd_node import node_work
 
 _KNOWN = ("eager", "addcmul", "triton", "pieces")
 
@@ -19,7 +20,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if p.piece != STEP:
         made = _device(p, backend)
     elif backend == "pieces":
-        return of_pieces(p, PIECES, work)
+        return of_pieces(p, PIECES, work, node_work(NAME))
     else:
         made = tuple(w for piece in PIECES for w in _device(p.with_piece(piece), "eager"))
     return (*hosts(p, backend, made), *made)

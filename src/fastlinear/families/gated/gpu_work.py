@@ -7,6 +7,7 @@ from fastlinear.dispatch.roofline import LIBRARY, OURS, fused, hosts, swept, til
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, flags_of
 from fastlinear.families.gated.problem import NAME, PIECES, STEP, has_down
+from fastlinear.fastpath.autograd_node import node_work
 
 _FUSED = ("triton", "cuda")
 _KNOWN = ("eager", "elementwise", *_FUSED, "pieces")
@@ -19,7 +20,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
         return None
     if p.piece == STEP:
         if backend == "pieces":
-            return of_pieces(p, PIECES, work)
+            return of_pieces(p, PIECES, work, node_work(NAME))
         forward, backward = p.with_piece("forward"), p.with_piece("backward")
         more = swept(f"{NAME} eager gate", p, p.dim("M"), p.dim("H"), p.option("activation"))
         made = (*_forward(forward, "eager"), *more, *_backward(backward, "eager"))

@@ -6,6 +6,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, flags_of, host, passed, product
 from fastlinear.families.gated.problem import NAME, PIECES, STEP, has_down
+from fastlinear.fastpath.autograd_node import node_work
 
 _PRODUCTS = {
     "eager": "torch",
@@ -24,7 +25,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if p.piece != STEP:
         return (host(f"{NAME} {backend} {p.piece}"), *inner(p, backend))
     if backend != "eager":
-        return of_pieces(p, PIECES, work)
+        return of_pieces(p, PIECES, work, node_work(NAME))
     both = (w for piece in PIECES for w in inner(p.with_piece(piece), "eager"))
     name = f"{NAME} autograd"
     more = passed(name, p.dim("M") * p.dim("H"), p.option("activation"))

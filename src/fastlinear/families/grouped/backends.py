@@ -175,8 +175,11 @@ def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
 def _why_not_by_one(p: Problem) -> str | None:
     """cuBLAS's batched float32 products sum dW over a group's tokens one after the other: of many
     it is less exact than products of single groups, or than sums in parts."""
-    many = p.dtype == "float32" and p.dim("M") >= _TOKENS_ONE_BY_ONE
-    return "of so many tokens dW is less exact" if many and p.device == "cuda" else None
+    exact = p.dtype == "float32" and p.precision == "highest"
+    if p.device != "cuda" or not exact or p.dim("M") < _TOKENS_ONE_BY_ONE:
+        return None
+    served = _reason_not_triton(p.with_piece("backward")) is None
+    return "of so many tokens dW is less exact" if served else None
 
 
 _STEP_EAGER = Backend(

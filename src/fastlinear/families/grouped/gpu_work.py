@@ -16,10 +16,12 @@ from fastlinear.dispatch.roofline import (
     rows_at,
     tiled,
     tiled_us,
+    units,
 )
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, call, flags_of, host
 from fastlinear.families.grouped.problem import NAME, PIECES, STEP
+from fastlinear.fastpath.autograd_node import node_work
 
 _LIBRARY = ("eager", "baddbmm", "loop", "conv")
 _TRITON = ("triton", "together")
@@ -30,7 +32,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     """A backend's work in a piece or a training step; None of backends that others registered."""
     if p.family == NAME and p.piece == STEP:
         if backend == "pieces":
-            return of_pieces(p, PIECES, work)
+            return of_pieces(p, PIECES, work, node_work(NAME))
         made = tuple(w for piece in PIECES for w in _device(p.with_piece(piece), "eager"))
         return (*hosts(p, backend, made), *made) if backend == "eager" else None
     if backend not in _KNOWN:
@@ -73,7 +75,7 @@ def _device(p: Problem, backend: str) -> tuple[Work, ...]:
     size, rate = FLOAT_DTYPES[p.dtype].itemsize, flops_per_us(p, ours=ours)
     tiles, at_once = OURS if ours else LIBRARY, 1 if alone else filled
     us = sum(
-        tiled_us(*sizes, size, rate, tiles, at_once, alone or (ours and sizes[1] == each))
+        tiled_us(*sizes, size, rate, tiles, at_once, alone or (ours and sizes[1] == each), units())
         for sizes in _products(p.piece, each, k, n)
     ) * (filled if alone else 1)  # ours split the sums over tokens
     every = filled * each * n

@@ -6,6 +6,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, call, flags_of, fresh, host
 from fastlinear.families.grouped.problem import NAME, PIECES, STEP
+from fastlinear.fastpath.autograd_node import node_work
 
 _KNOWN = ("eager", "baddbmm", "loop", "conv", "cpp", "together", "pieces")
 
@@ -16,7 +17,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if backend not in _KNOWN:
         return None
     if p.family == NAME and p.piece == STEP and backend != "eager":
-        return of_pieces(p, PIECES, work)
+        return of_pieces(p, PIECES, work, node_work(NAME))
     return (host(f"{p.family} {backend} {p.piece}"), *inner(p, backend))
 
 

@@ -38,6 +38,7 @@ from fastlinear.kernels import CPP_SOURCES, CUDA_SOURCES, TRITON_SOURCES
 _HERE = "fastlinear.families.linear"
 _TF32X3_MIN_DEPTH = 128  # shorter products take plain float32 arithmetic
 _EXACT_ROWS = 4  # up to here kernels multiply and add in float32
+_FAST_TF32 = ((8, 0), (9, 0), (10, 0), (10, 3))  # capabilities
 _FEWEST_ROWS, _FEW_ROWS, _LEAST_DEPTH = 16, 128, 1024
 _TRITON_SOURCES = ("families/linear/triton", "families/linear/cuda", *TRITON_SOURCES, *CUDA_SOURCES)
 _CUDA_SOURCES = ("families/linear/cuda", *CUDA_SOURCES)
@@ -85,6 +86,15 @@ def _reason_not_precise(p: Problem) -> str | None:
     if few and (p.dim("M") <= _FEWEST_ROWS or depth < _LEAST_DEPTH):
         return "three TF32 products of so few rows are less accurate than PyTorch's float32"
     return None
+
+
+def _why_not_three_tf32(p: Problem) -> str | None:
+    """Three TF32 products beat float32's own only on the data-centre chips, whose matrix units are
+    many times as fast as their float32 units."""
+    exact = p.dtype == "float32" and p.precision == "highest" and p.piece != "grad_pre"
+    if not exact or torch.cuda.get_device_capability() in _FAST_TF32:
+        return None
+    return "three TF32 products are no faster than float32 on this GPU"
 
 
 def _reason_not_padded(p: Problem) -> str | None:
@@ -238,6 +248,7 @@ FAMILY = register_family(
                 f"{_HERE}.triton.backward:backward",
                 _reason_not_triton_backward,
                 _TRITON_SOURCES,
+                _why_not_three_tf32,
             ),
             Backend(NAME, "forward", "cublaslt", f"{_HERE}.cublaslt:forward", cublaslt.reason_not),
             *(
@@ -248,6 +259,7 @@ FAMILY = register_family(
                     f"{_HERE}.triton.backend:{p}",
                     _reason_not_triton,
                     _TRITON_SOURCES,
+                    _why_not_three_tf32,
                 )
                 for p in ("forward", "grad_pre", "grad_input", "grad_weight")
             ),

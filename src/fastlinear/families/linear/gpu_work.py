@@ -15,8 +15,9 @@ from fastlinear.dispatch.roofline import (
     tiled,
 )
 from fastlinear.dispatch.select import select
-from fastlinear.dispatch.work import Work, call, host
+from fastlinear.dispatch.work import Work, call
 from fastlinear.families.linear.problem import BACKWARD_PIECES, NAME, PIECES, STEP, WHOLE_BACKWARD
+from fastlinear.fastpath.autograd_node import node_work
 
 _TILES: dict[str, Tiles] = {
     "eager": LIBRARY,
@@ -35,7 +36,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
         return None
     if p.piece == STEP:
         if backend == "pieces":
-            return (host(f"{NAME} node"), *_chosen(p, ("forward", WHOLE_BACKWARD)))
+            return (node_work(NAME), *_chosen(p, ("forward", WHOLE_BACKWARD)))
         made = tuple(w for piece in PIECES for w in inner(p.with_piece(piece), "eager"))
     elif p.piece != WHOLE_BACKWARD:
         made = inner(p, backend)

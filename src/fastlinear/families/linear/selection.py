@@ -46,15 +46,14 @@ def select_backward(p: Problem) -> tuple[Choice, ...]:
     """The same for the backward alone.
 
     It is one choice where one backend computes all of it fastest; its pieces are PyTorch's own
-    where PyTorch's sequence of them is. What was measured of the pieces comes before an order that
-    was not.
+    where PyTorch's sequence of them is. What was measured of the pieces comes before a prediction.
     """
     whole = select(p.with_piece(posed.WHOLE_BACKWARD))
     one = whole.backend.name not in ("pieces", "eager")
-    if one and whole.source != "default":
+    if one and whole.source == "tuned":
         return (whole,)
     chosen = tuple(select(p.with_piece(piece)) for piece in posed.BACKWARD_PIECES)
-    if one and all(c.source == "default" for c in chosen):
+    if one and any(c.source != "tuned" for c in chosen):
         return (whole,)
     if one or whole.backend.name == "pieces" or whole.source == "predicted":
         return chosen  # pieces of PyTorch's own are among what is predicted of each

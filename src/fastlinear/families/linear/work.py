@@ -6,6 +6,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.work import Work, host, passed, product
 from fastlinear.families.linear.problem import BACKWARD_PIECES, NAME, PIECES, STEP, WHOLE_BACKWARD
+from fastlinear.fastpath.autograd_node import node_work
 
 _PRODUCTS = {
     "eager": "torch",
@@ -27,7 +28,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if p.piece == STEP and backend == "eager":
         each = (w for piece in PIECES for w in inner(p.with_piece(piece), "eager"))
         return (host(f"{NAME} autograd"), *each)
-    found = [host(f"{NAME} node")] if p.piece == STEP else []
+    found = [node_work(NAME)] if p.piece == STEP else []
     for piece in PIECES if p.piece == STEP else BACKWARD_PIECES:
         q = p.with_piece(piece)
         name = "eager" if backend == "eager" else select(q, ready=False).backend.name

@@ -15,6 +15,7 @@ from fastlinear.families.linear import gpu_work as linear
 from fastlinear.families.linear import problem as linear_act
 from fastlinear.families.mlp import layerwise
 from fastlinear.families.mlp.problem import NAME, PIECES, STEP
+from fastlinear.fastpath.autograd_node import node_work
 
 _OF_LAYERS = {"forward": ("forward",), "backward": linear_act.BACKWARD_PIECES}
 _WHOLE = ("whole_triton", "whole_cuda")
@@ -58,7 +59,7 @@ def _layer(q: Problem, backend: str) -> tuple[Work, ...]:
 
 def _step(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if backend == "pieces":
-        return of_pieces(p, PIECES, work)
+        return of_pieces(p, PIECES, work, node_work(NAME))
     if backend != "eager":
         return None
     made = tuple(w for piece in PIECES for w in _layers(p.with_piece(piece), "eager"))

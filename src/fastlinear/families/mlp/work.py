@@ -12,6 +12,7 @@ from fastlinear.families.linear import problem as linear_act
 from fastlinear.families.linear import work as linear
 from fastlinear.families.mlp import layerwise
 from fastlinear.families.mlp.problem import NAME, PIECES, STEP
+from fastlinear.fastpath.autograd_node import node_work
 
 _KNOWN = ("eager", "layerwise", "whole_cpp", "pieces")
 _OF_LAYERS = {"forward": ("forward",), "backward": linear_act.BACKWARD_PIECES}
@@ -47,7 +48,7 @@ def _layer(q: Problem, backend: str) -> tuple[Work, ...]:
 
 def _step(p: Problem, backend: str) -> tuple[Work, ...]:
     if backend != "eager":
-        return of_pieces(p, PIECES, work)
+        return of_pieces(p, PIECES, work, node_work(NAME))
     found = [host(f"{NAME} autograd"), host(f"{NAME} autograd layer", p.dim("L"))]
     for piece in PIECES:
         made = work(p.with_piece(piece), "eager")

@@ -127,6 +127,8 @@ def packed_config(
     """The configuration for such groups of 16-bit numbers, ``side_by_side`` so many; None where no
     strip of them fits. ``signs``: of y, too, are results; ``groups``: so many make a strip;
     ``order``: of memory."""
+    if min(k, n) < 1:
+        return None
     sizes = [p for p in _sizes(side, k, n) if groups in (None, p)]
     most = _WEIGHT_REGISTERS // (2 * -(-k // 16))  # each step takes two of a tile of 8 outputs
     if k % 2 or n % 2 or most < 1 or not sizes:
