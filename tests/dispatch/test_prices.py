@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fastlinear.calibration import drawn
 from fastlinear.calibration.measure import alone
+from fastlinear.core import device as device_module
 from fastlinear.core import files
 from fastlinear.core.device import DeviceFacts, device_facts
 from fastlinear.core.errors import CacheWarning
@@ -176,6 +178,52 @@ def test_every_measured_backend_has_prices_on_a_gpu(folder: str) -> None:
                 told = known.of_call(replace(p, captured=captured), works)
                 assert told is not None, (name, p.describe())
                 assert told.us < 1e8
+
+
+HOPPER = DeviceFacts("cuda", "NVIDIA H100", "nvidia-h100", (9, 0), 132, "sm_90", 80 << 30, 50 << 20)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were one, for what is only asked about it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: HOPPER.capability)
+    monkeypatch.setattr(device_module, "_cuda_facts", lambda _: HOPPER)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", drawn.FAMILIES)
+def test_every_choice_on_a_gpu_is_predicted(name: str) -> None:
+    """Of each piece, and whatever else can serve has a price as well."""
+    for mode in (drawn.INFERENCE, drawn.TRAINING):
+        for case in drawn.cases(name, 6, 8, "cuda", mode):
+            forward = case.problem
+            pieces = family(name).pieces if forward.needs_grad else ("forward",)
+            for p in map(forward.with_piece, pieces):
+                chosen = select(p, ready=False)
+                assert chosen.source == "predicted", p.describe()
+                candidates = family(name).candidates(p.piece)
+                able = {b.name for b in candidates if b.reason_not(p) is None}
+                avoided = {b.name for b in candidates if b.why_avoided(p) is not None}
+                told = {n for n, why in chosen.passed_over if why.startswith("predicted ")}
+                assert told | avoided | {chosen.backend.name} >= able, p.describe()
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_float64_on_a_gpu_is_pytorchs(activation: str) -> None:
+    p = problem("forward", 64, 64, 64, dtype="float64", device="cuda", activation=activation)
+    assert (select(p).backend.name, select(p).source) == ("eager", "default")
+
+
+def test_three_tf32_products_are_left_to_chips_that_gain_by_them(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = problem(*("forward", 4096, 1024, 1024), dtype="float32", device="cuda", precision="highest")
+    assert select(p, ready=False).backend.name == "triton"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+    assert select(p, ready=False).backend.name == "eager"
 
 
 def test_a_gpu_computes_while_its_host_goes_on() -> None:
