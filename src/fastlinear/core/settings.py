@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -184,24 +183,14 @@ def kept_bytes() -> int:
 
 
 _first_use_s: float | None = None  # None where the environment decides
-_thread = threading.local()
+first_use_off: ContextVar[bool] = ContextVar("first_use_off", default=False)
+"""Whether calls come from compiled code, or from tuning: nothing is measured for them."""
 
 
 def allow_first_use(seconds: float) -> None:
     """Have ``first_use_s`` return this from here on."""
     global _first_use_s
     _first_use_s = seconds
-
-
-@contextmanager
-def without_first_use() -> Iterator[None]:
-    """Measure nothing at first use in this thread meanwhile."""
-    before = getattr(_thread, "measures_nothing", False)
-    _thread.measures_nothing = True
-    try:
-        yield
-    finally:
-        _thread.measures_nothing = before
 
 
 def first_use_s() -> float:
@@ -211,7 +200,7 @@ def first_use_s() -> float:
     Raises:
         InputError: the variable is no number of at least 0.
     """
-    if getattr(_thread, "measures_nothing", False):
+    if first_use_off.get():
         return 0.0
     if _first_use_s is not None:
         return _first_use_s

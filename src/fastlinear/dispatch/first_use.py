@@ -104,14 +104,14 @@ def _apart(run: Callable[[], None]) -> Exception | None:
     """
     failed: list[Exception] = []
     context = contextvars.copy_context()
+    context.run(settings.first_use_off.set, True)  # what tuning calls is no first use
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def inside() -> None:
         try:
-            with settings.without_first_use():  # what tuning calls is no first use
-                if device is not None:
-                    torch.cuda.set_device(device)
-                context.run(run)
+            if device is not None:
+                torch.cuda.set_device(device)
+            context.run(run)
         except Exception as error:  # noqa: BLE001 - the caller's thread says what it was
             failed.append(error)
             if isinstance(error, torch.OutOfMemoryError):

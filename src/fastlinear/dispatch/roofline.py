@@ -16,6 +16,7 @@ import torch
 from fastlinear.core.device import device_facts
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.steps import STEP
 from fastlinear.dispatch.work import CALL, HOST, Work, call, host
 
 _UNITS = 132  # multiprocessors, where there is no GPU to ask
@@ -187,8 +188,8 @@ def hosts(p: Problem, backend: str, works: Iterable[Work]) -> tuple[Work, ...]:
     """
     calls = [w for w in works if w.kind.endswith(CALL)]
     launches = sum(w.units for w in calls)
-    if p.piece == "step" or (backend in _TORCH and not p.needs_grad):
-        name = f"{p.family} {'autograd' if p.piece == 'step' else 'eager'}"
+    if p.piece == STEP or (backend in _TORCH and not p.needs_grad):
+        name = f"{p.family} {'autograd' if p.piece == STEP else 'eager'}"
         return host(name), host(f"{name} op", launches)
     ops = sum(w.units for w in calls if not set(w.kind.split()).isdisjoint(_TORCH))
     counted = (("recorded", 1.0), ("recorded op", ops), ("recorded launch", launches - ops))

@@ -24,7 +24,7 @@ NOTHING, OUTPUT, HIDDEN, INTERNAL, SPENT = 0, 1, 2, 3, 4
 it."""
 KEPT = {"none": NOTHING, "output": OUTPUT, "pre": INTERNAL}
 """How what an activation's derivative reads is kept, by the activation's ``saved``."""
-_IN_PYTHON = 1.8  # times as long as in C++ (``families/linear/README.md``)
+_IN_PYTHON = 1.66  # times as long as in C++: the mean of ``families/linear/README.md``'s table
 MAX_TENSORS = 63
 """Most tensors of a call, whose gradients are counted as bits."""
 

@@ -18,7 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from fastlinear.core import calls
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import float32_precision
-from fastlinear.core.settings import first_use_s, without_first_use
+from fastlinear.core.settings import first_use_off, first_use_s
 from fastlinear.core.tensor_kinds import carried
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import deferred
@@ -96,8 +96,11 @@ class Front:
         y = self.table(*arguments)
         if y is not None:
             return y
-        with without_first_use():
+        token = first_use_off.set(True)
+        try:
             return self.looked_up(*arguments)
+        finally:
+            first_use_off.reset(token)
 
     def looked_up(self, a: Any, b: Any, c: Any, *options: Any) -> Any:
         """The call by its plan, which the first call of a kind makes.
