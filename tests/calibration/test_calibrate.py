@@ -88,4 +88,4 @@ def test_composed_choices_are_no_calls_of_known_work() -> None:
     p = drawn.case("mlp", 1, 0, "cpu", drawn.INFERENCE, ("float32",)).problem
     assert measure.taken(p, {"forward": "layerwise"}) is None
     assert measure.taken(p, {"step": "eager"}) is None
-    assert measure.taken(p, {"forward": "eager"}) == family("mlp").work(p, "eager")  # type: ignore[misc]
+    assert measure.taken(p, {"forward": "eager"}) == family("mlp").work_of(p, "eager")

@@ -59,7 +59,7 @@ def toy() -> Iterator[Family]:
         make_inputs=lambda p, device, seed: (),
         reference=lambda p, inputs: None,
         cost=lambda _: Cost(1.0, 1.0),
-        work=lambda _, backend: (host(backend),),
+        cpu_work=lambda _, backend: (host(backend),),
     )
     register_family(made)
     yield made

@@ -314,7 +314,7 @@ def lists_together() -> Iterator[None]:
     choice."""
     known = backends_of.family("unequal_linear")
     backends = sorted(known.backends, key=lambda b: b.name != "together")
-    ours = dataclasses.replace(known, backends=tuple(backends), work=None)
+    ours = dataclasses.replace(known, backends=tuple(backends), cpu_work=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(backends_of._FAMILIES, known.name, ours)
         yield

@@ -87,7 +87,7 @@ def backward(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     def use(function: Any) -> None:
         extra = backend("forward", "reversed_forward"), backend("grad_pre", function.__name__)
         others = sorted(known.backends, key=lambda b: b.name != "pieces")
-        facts = {"backends": (*extra, *others), "work": None}
+        facts = {"backends": (*extra, *others), "cpu_work": None}
         monkeypatch.setitem(
             registry._FAMILIES, known.name, registry.Family(**{**vars(known), **facts})
         )

@@ -139,7 +139,7 @@ def _with_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     family = registry.family("linear_act")
     extra = registry.Backend("linear_act", "forward", name, f"{__name__}:_wrong", lambda _: None)
     others = sorted(family.backends, key=lambda b: b.name != "pieces")
-    changed = replace(family, backends=(extra, *others), work=None)
+    changed = replace(family, backends=(extra, *others), cpu_work=None)
     monkeypatch.setitem(registry._FAMILIES, "linear_act", changed)
 
 

@@ -104,8 +104,8 @@ class Family:
             on the command line; imported there only.
         tuning_order: the forward's Problem → all that decide about such a call, in the order in
             which to tune them; None where that is the order of ``pieces``.
-        work, gpu_work: (Problem, backend's name) → what the backend does in such a call on a CPU,
-            on a GPU, as kinds of work that have prices; None where nobody has told.
+        cpu_work, gpu_work: (Problem, backend's name) → what the backend does in such a call on a
+            CPU, on a GPU, as kinds of work that have prices; None where nobody has told.
         removed: names of backends that earlier versions had → what to use instead, one sentence.
         renamed: former names of backends → those of today.
     """
@@ -122,7 +122,7 @@ class Family:
     space: Space | None = None
     command: str | None = None
     tuning_order: Callable[[Problem], tuple[Problem, ...]] | None = None
-    work: Callable[[Problem, str], tuple[Work, ...] | None] | None = None
+    cpu_work: Callable[[Problem, str], tuple[Work, ...] | None] | None = None
     gpu_work: Callable[[Problem, str], tuple[Work, ...] | None] | None = None
     removed: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Family:
 
     def work_of(self, p: Problem, backend: str) -> tuple[Work, ...] | None:
         """What a backend does in a call, or None where nobody has told."""
-        told = {"cpu": self.work, "cuda": self.gpu_work}.get(p.device)
+        told = {"cpu": self.cpu_work, "cuda": self.gpu_work}.get(p.device)
         return None if told is None else told(p, backend)
 
     def load_command(self) -> Any:

@@ -466,7 +466,7 @@ def test_backends_are_given_what_they_may_rely_on(monkeypatch: pytest.MonkeyPatc
         for piece in ("forward", "grad_pre", "grad_weight")
     )
     others = sorted(fam.backends, key=lambda b: b.name != "pieces")
-    spied = replace(fam, backends=(*spies, *others), work=None)
+    spied = replace(fam, backends=(*spies, *others), cpu_work=None)
     monkeypatch.setitem(registry._FAMILIES, "linear_act", spied)
 
     w = torch.randn(5, 6, requires_grad=True)

@@ -52,7 +52,7 @@ def family(
         make_inputs=make_inputs,
         reference=reference,
         cost=cost,
-        work=deferred("fastlinear.families.grouped.work:work"),
+        cpu_work=deferred("fastlinear.families.grouped.cpu_work:work"),
         gpu_work=deferred("fastlinear.families.grouped.gpu_work:work"),
         examples=examples,
         space=space,

@@ -8,8 +8,8 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, fresh, host, passed, product
+from fastlinear.families.linear import cpu_work as linear
 from fastlinear.families.linear import problem as linear_act
-from fastlinear.families.linear import work as linear
 from fastlinear.families.mlp import layerwise
 from fastlinear.families.mlp.problem import NAME, PIECES, STEP
 from fastlinear.fastpath.autograd_node import node_work
