@@ -6,9 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from benchmarks.collect import collect
 from benchmarks.experiments.overhead.headroom import markdown
 from benchmarks.harness.rows import read_rows
 from benchmarks.prices import ship
+from fastlinear.calibration.drawn import FAMILIES
 from fastlinear.core.errors import FastlinearError, InputError
 
 
@@ -22,10 +24,21 @@ def main(arguments: list[str] | None = None) -> int:
     prices.add_argument("name", help="of the device's file")
     prices.add_argument("rows", type=Path, nargs="+", help="rows measured there")
     prices.add_argument("--before", default="", help="whose prices hold where rows say nothing")
+    rows = commands.add_parser("collect", help="measure rows for a GPU's prices")
+    rows.add_argument("--out", type=Path, required=True)
+    rows.add_argument("--seed", type=int, default=0)
+    rows.add_argument("--seconds", type=float, default=300.0)
+    rows.add_argument("--jobs", type=int, default=8, help="processes, which compile side by side")
+    rows.add_argument("--family", action="append", choices=FAMILIES)
     given = parser.parse_args(arguments)
     try:
         if given.command == "prices":
             print(ship(given.name, given.rows, given.before))
+            return 0
+        if given.command == "collect":
+            wanted = given.family or FAMILIES
+            counts = collect(wanted, given.seed, given.seconds, given.jobs, given.out)
+            print(f"{counts[0]} rows of pieces, {counts[1]} of whole calls: {given.out}")
             return 0
         return _headroom(given)
     except FastlinearError as error:

@@ -18,6 +18,8 @@ from fastlinear.core.device import device_facts
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.dispatch import prices
 from fastlinear.dispatch.backend import family
+from fastlinear.dispatch.select import select
+from fastlinear.families.linear.problem import problem
 
 CPU = torch.device("cpu")
 _SMALL = drawn.Limit(1e6, 1 << 18)
@@ -59,9 +61,16 @@ def test_clearing_the_cache_removes_prices(monkeypatch: pytest.MonkeyPatch) -> N
         calibrate("cpu", seconds=0.1)
 
 
-def test_a_gpu_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="fastlinear tune"):
-        calibrate("cuda")
+@pytest.mark.gpu
+def test_a_gpu_is_calibrated() -> None:
+    found = calibrate("cuda", seconds=5.0)
+    assert found.calls > 5
+    assert found.off_after <= found.off_before
+    known = prices.prices("cuda")
+    assert known is not None
+    assert known.source == "measured on this machine"
+    p = problem("forward", 64, 512, 512, dtype="bfloat16", device="cuda")
+    assert select(p).source == "predicted"
 
 
 @pytest.mark.parametrize("name", drawn.FAMILIES)

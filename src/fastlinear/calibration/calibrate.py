@@ -33,7 +33,8 @@ from fastlinear.dispatch.prices import Price, Prices, name_of
 from fastlinear.dispatch.work import CALL, FRESH, HOST
 
 _MODES = (drawn.INFERENCE, drawn.TRAINING)
-_QUICK = drawn.Limit(3e8, 1 << 25)  # of a case: many small ones tell more than few large ones
+_QUICK = {"cpu": drawn.Limit(3e8, 1 << 25), "cuda": drawn.Limit(3e11, 1 << 30)}
+"""The most of a case: many small ones tell more than few large ones."""
 _FRESH_LOG_US = -8.3  # a byte of new memory, where nobody measured it
 _WAYS_OF = 4  # of so many cases one is measured as whole calls
 
@@ -68,23 +69,16 @@ def calibrate(
     """Measure, fit, and write the prices to the user's cache.
 
     Args:
-        device: a CPU; its threads are those torch has.
+        device: a GPU, or a CPU, whose threads are those torch has.
         seconds: how long to measure.
         seed: draws the calls.
         rows: a file for what was measured, one JSON object a line.
         progress: told of every case.
 
     Raises:
-        UnsupportedError: the device is no CPU, or the cache cannot be written.
+        UnsupportedError: the cache cannot be written.
     """
     where = torch.device(device)
-    if where.type != "cpu":
-        raise UnsupportedError(
-            "calibrate",
-            "a CPU",
-            str(where),
-            "A GPU takes shipped prices; `fastlinear tune` measures your calls.",
-        )
     facts = device_facts(where)
     before = prices.shipped(facts)
     pieces, whole = _rows(where, seconds, seed, progress)
@@ -93,7 +87,7 @@ def calibrate(
         rows.write_text("".join(json.dumps(row) + "\n" for row in (header, *pieces, *whole)))
     calls = [*calls_of_pieces(pieces)]
     more = [*calls_of_ways(whole)]
-    found = from_calls(calls, more, facts.slug, before)
+    found = from_calls(calls, more, facts.slug, before, facts.kind)
     path = prices.own_path(facts)
     try:
         files.make_folder(path.parent)
@@ -161,7 +155,7 @@ def _rows(
             if spent > seconds:
                 return pieces, whole
             progress("measuring drawn calls", int(spent * 10), int(seconds * 10))
-            case = drawn.case(name, seed, turn, device.type, mode, limit=_QUICK)
+            case = drawn.case(name, seed, turn, device.type, mode, limit=_QUICK[device.type])
             if turn % _WAYS_OF == _WAYS_OF - 1:
                 whole.append(measure_ways(case, device))
             else:

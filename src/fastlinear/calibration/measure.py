@@ -7,9 +7,10 @@ what each took. Pieces tell what work costs, ways what the host pays.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,9 +22,11 @@ from fastlinear.calibration.drawn import Drawn
 from fastlinear.calibration.fit import Call
 from fastlinear.core.errors import FastlinearError
 from fastlinear.core.problem import Problem
+from fastlinear.core.timing import recorded
 from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.roofline import on_device
 from fastlinear.dispatch.steps import STEP
+from fastlinear.dispatch.tune import input_sets
 from fastlinear.dispatch.work import ANY, CALL, HOST, Work, dtype_of, host
 
 Row = dict[str, Any]
@@ -31,6 +34,9 @@ ALONE = "alone "
 """How kinds of calls begin that Python makes by itself."""
 _SAMPLE_NS = 150_000
 _LEAST, _MOST, _WITHIN_S = 5, 9, 0.006
+_MOST_SETS, _LEAST_CALLS = 24, 16
+exclusive: Callable[[], AbstractContextManager[object]] = nullcontext
+"""Entered while a GPU is timed: processes that share one put a lock here."""
 _COMPOSED = ("pieces", "layerwise")  # of what other Problems choose
 
 
@@ -42,22 +48,29 @@ def pieces_of(p: Problem) -> list[Problem]:
         return [p]
     parts = [q for q in known.pieces if q != STEP]
     if parts == ["forward"]:
-        return []
-    whole = len(parts) > 2  # a backward of pieces, which stand for it
-    return [p.with_piece(q) for q in parts if not (whole and q == "backward")]
+        return [] if p.device == "cpu" else [p, p.with_piece(STEP)]
+    if p.device == "cpu" and len(parts) > 2:
+        parts.remove("backward")  # its pieces stand for it
+    return [p.with_piece(q) for q in parts]
 
 
 def measure_pieces(drawn: Drawn, device: torch.device) -> Iterator[Row]:
-    """A row for each piece of a case."""
+    """A row for each piece of a case: on a CPU what a call takes, on a GPU what it takes there."""
     for p in pieces_of(drawn.problem):
-        inputs = family(p.family).make_inputs(p, device, drawn.inputs_seed)
+        make = partial(family(p.family).make_inputs, p, device)
+        sets = [make(drawn.inputs_seed)]
+        if device.type == "cuda":
+            more = range(1, min(_MOST_SETS, input_sets(p, sets[0])))
+            sets += [make(drawn.inputs_seed + turn) for turn in more]
         us = {}
         for backend in family(p.family).candidates(p.piece):
             if backend.name in _COMPOSED or backend.why_not_ready(p) is not None:
                 continue
-            run = backend.load()
             with torch.no_grad():
-                us[backend.name] = quick_us(partial(run, *inputs))
+                if device.type == "cpu":
+                    us[backend.name] = quick_us(partial(backend.load(), *sets[0]))
+                elif (found := device_us(backend.load(), sets, device)) is not None:
+                    us[backend.name] = found
         yield {"problem": p.to_json(), "us": us}
 
 
@@ -76,6 +89,37 @@ def measure_ways(drawn: Drawn, device: torch.device) -> Row:
             took = {STEP: ways.EAGER} if way.name == ways.EAGER else dict(way.took)
             found.append({"took": took, "us": us})
     return {"problem": drawn.problem.to_json(), "ways": found}
+
+
+def device_us(
+    run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], device: torch.device
+) -> float | None:
+    """Microseconds that a GPU takes for a call: the second least of a few replays of a CUDA graph,
+    which rotates over inputs. None where it cannot be captured."""
+    for _ in range(2):
+        run(*sets[0])
+    torch.cuda.synchronize(device)
+    turns = max(1, math.ceil(_LEAST_CALLS / len(sets)))
+    with exclusive():
+
+        def calls() -> None:
+            for _ in range(turns):
+                for inputs in sets:
+                    run(*inputs)
+
+        graph = recorded(calls, device)
+        if graph is None:
+            return None
+        samples = []
+        for _ in range(_LEAST):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize(device)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples.append(begin.elapsed_time(end) * 1e3 / (turns * len(sets)))
+    return round(sorted(samples)[1], 3)
 
 
 def quick_us(run: Callable[[], Any]) -> float:

@@ -1,0 +1,99 @@
+"""Rows for a GPU's shipped prices, by many processes: ``python -m benchmarks collect``.
+
+Kernels are compiled side by side, and timed one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from fastlinear.calibration import drawn, measure, ways
+from fastlinear.core.device import device_facts
+from fastlinear.core.environment import environment
+from fastlinear.dispatch import prices
+
+_LIMIT = drawn.Limit(3e11, 1 << 30)
+_SHARE = 1.4  # of the memory, of all processes together: few need theirs at once
+_WAYS_S = 0.3  # of the time, for whole calls, in one process when the others are done
+Row = dict[str, Any]
+
+
+def collect(
+    families: Sequence[str], seed: int, seconds: float, jobs: int, out: Path
+) -> tuple[int, int]:
+    """Write a header, rows of pieces and rows of whole calls; returns how many of each.
+
+    Args:
+        seed: draws the calls.
+        seconds: about how long to measure.
+        jobs: processes.
+    """
+    place, end = torch.device("cuda"), time.time() + seconds * (1 - _WAYS_S)
+    header = {
+        "device": device_facts(place).slug,
+        "traits": prices.traits(device_facts(place)),
+        "env": environment(place),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        how = (jobs, folder, end, families, seed)
+        running = [context.Process(target=_pieces, args=(i, *how)) for i in range(jobs)]
+        for process in running:
+            process.start()
+        for process in running:
+            process.join()
+        pieces = [
+            json.loads(line)
+            for file in sorted(Path(folder).glob("*.jsonl"))
+            for line in file.read_text().splitlines()
+        ]
+    whole = list(_whole(families, seed, time.time() + seconds * _WAYS_S))
+    out.write_text("".join(json.dumps(row) + "\n" for row in (header, *pieces, *whole)))
+    return len(pieces), len(whole)
+
+
+def _pieces(
+    process: int, jobs: int, folder: str, end: float, families: Sequence[str], seed: int
+) -> None:
+    warnings.simplefilter("ignore")
+    place = torch.device("cuda")
+    torch.cuda.set_per_process_memory_fraction(min(1.0, _SHARE / jobs))
+    measure.exclusive = lambda: FileLock(f"{folder}/lock")
+    with Path(f"{folder}/{process}.jsonl").open("w") as file:
+        for index in count(process, jobs):
+            for name in families:
+                for mode in (drawn.INFERENCE, drawn.TRAINING):
+                    if time.time() > end:
+                        return
+                    case = drawn.case(name, seed, index, "cuda", mode, limit=_LIMIT)
+                    try:
+                        for row in measure.measure_pieces(case, place):
+                            file.write(json.dumps(row) + "\n")
+                    except torch.OutOfMemoryError:
+                        pass  # the others have it
+                    file.flush()
+                    torch.cuda.empty_cache()
+
+
+def _whole(families: Sequence[str], seed: int, end: float) -> list[Row]:
+    ways.wait()
+    found: list[Row] = []
+    for index in count():
+        for name in families:
+            for mode in (drawn.INFERENCE, drawn.TRAINING):
+                if time.time() > end:
+                    return found
+                case = drawn.case(name, seed, index, "cuda", mode, limit=_LIMIT)
+                found.append(measure.measure_ways(case, torch.device("cuda")))
+    raise AssertionError("the cases have no end")
