@@ -1,6 +1,6 @@
 """Rows for a GPU's shipped prices, by many processes: ``python -m benchmarks collect``.
 
-Kernels are compiled side by side, and timed one at a time.
+Kernels are compiled side by side, and timed one at a time on each of the machine's like GPUs.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def collect(
         jobs: processes.
     """
     place, end = torch.device("cuda"), time.time() + seconds * (1 - _WAYS_S)
+    jobs = max(jobs, torch.cuda.device_count())
     header = {
         "device": device_facts(place).slug,
         "traits": prices.traits(device_facts(place)),
@@ -67,9 +68,11 @@ def _pieces(
     process: int, jobs: int, folder: str, end: float, families: Sequence[str], seed: int
 ) -> None:
     warnings.simplefilter("ignore")
-    place = torch.device("cuda")
-    torch.cuda.set_per_process_memory_fraction(min(1.0, _SHARE / jobs))
-    measure.exclusive = lambda: FileLock(f"{folder}/lock")
+    devices = torch.cuda.device_count()
+    place = torch.device("cuda", process % devices)
+    torch.cuda.set_device(place)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, _SHARE * devices / jobs))
+    measure.exclusive = lambda: FileLock(f"{folder}/lock{place.index}")
     with Path(f"{folder}/{process}.jsonl").open("w") as file:
         for index in count(process, jobs):
             for name in families:

@@ -25,6 +25,7 @@ from fastlinear.op import library as _library
 if TYPE_CHECKING:
     from fastlinear import nn
     from fastlinear.cuda_graphs.graphed import graphed
+    from fastlinear.dispatch.batch_invariant import batch_invariant
     from fastlinear.dispatch.first_use import tune_at_first_use
     from fastlinear.families.diagonal import diagonal_linear
     from fastlinear.families.explain import explain
@@ -51,6 +52,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "apply_",
+    "batch_invariant",
     "diagonal_linear",
     "explain",
     "gated_linear",
@@ -70,6 +72,7 @@ __all__ = [
 
 _HOMES = {  # where the names that are loaded at first access are defined
     "apply_": "fastlinear.rewrite",
+    "batch_invariant": "fastlinear.dispatch.batch_invariant",
     "diagonal_linear": "fastlinear.families.diagonal",
     "explain": "fastlinear.families.explain",
     "gated_linear": "fastlinear.families.gated",

@@ -182,6 +182,38 @@ def kept_bytes() -> int:
         return 0
 
 
+BATCH_INVARIANT = "batch_invariant"
+"""The backend whose rows do not depend on other rows."""
+_batch_invariant: bool | None = None  # None where the environment decides
+
+
+def allow_batches(invariant: bool | None) -> None:
+    """Have ``batch_invariant`` return this from here on; None leaves it to the environment."""
+    global _batch_invariant
+    _batch_invariant = invariant
+
+
+def batch_invariant() -> bool:
+    """Whether calls that name no backend take the one of that name: what the program said, else
+    ``$FASTLINEAR_BATCH_INVARIANT``.
+
+    Raises:
+        InputError: the variable is neither 0 nor 1.
+    """
+    if _batch_invariant is not None:
+        return _batch_invariant
+    said = os.environ.get("FASTLINEAR_BATCH_INVARIANT") or "0"
+    if said not in ("0", "1"):
+        raise InputError(
+            "FASTLINEAR_BATCH_INVARIANT",
+            "1 or 0",
+            repr(said),
+            "1 takes backends whose rows do not depend on other rows.",
+        )
+    allow_batches(said == "1")  # every call asks
+    return said == "1"
+
+
 _first_use_s: float | None = None  # None where the environment decides
 first_use_off: ContextVar[bool] = ContextVar("first_use_off", default=False)
 """Whether calls come from compiled code, or from tuning: nothing is measured for them."""

@@ -15,6 +15,7 @@ from fastlinear.core import memory
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.graphs import Pool, Recorder, Table, bucket_of
 from fastlinear.core.precision import float32_precision
+from fastlinear.core.settings import batch_invariant
 from fastlinear.cuda_graphs.arguments import positions, rebuild
 from fastlinear.cuda_graphs.entry import Entry
 from fastlinear.cuda_graphs.frozen import Frozen
@@ -82,6 +83,7 @@ class Graphs:
             grad and (bool(watch.trainable) or any(t.requires_grad for t in tensors)),
             watch.token,
             float32_precision(),
+            batch_invariant(),
             _deterministic(),
             self._autocast() if _any_autocast() else None,
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.precision import float32_precision
+from fastlinear.core.settings import batch_invariant
 from fastlinear.cuda_graphs.plan import Plan
 from fastlinear.cuda_graphs.watch import Watch, layout_guard
 
@@ -58,4 +59,7 @@ class Frozen:
             self._plan = plan
 
     def _modes(self) -> tuple[Any, ...]:
-        return _grad_enabled(), _any_autocast(), _deterministic(), float32_precision()
+        return (
+            *(_grad_enabled(), _any_autocast(), _deterministic()),
+            *(float32_precision(), batch_invariant()),
+        )

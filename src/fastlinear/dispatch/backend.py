@@ -46,6 +46,7 @@ class Backend:
             key covers.
         why_avoided: why it is not chosen by prediction where another one can serve, for its
             numbers' sake, or None.
+        on_request: whether it is taken only where the caller asks for it, never for its speed.
     """
 
     family: str
@@ -55,6 +56,7 @@ class Backend:
     reason_not: Callable[[Problem], str | None]
     sources: tuple[str, ...] = ()
     why_avoided: Callable[[Problem], str | None] = always
+    on_request: bool = False
 
     def load(self) -> Callable[..., Any]:
         """Import the module and return the function."""
@@ -127,9 +129,14 @@ class Family:
     removed: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
 
-    def candidates(self, piece: str) -> tuple[Backend, ...]:
-        """All backends of one piece, able to serve or not."""
-        return tuple(b for b in self.backends if b.piece == piece)
+    def candidates(self, piece: str, *, on_request: bool = False) -> tuple[Backend, ...]:
+        """All backends of one piece, able to serve or not.
+
+        Args:
+            on_request: with those that are taken only where the caller asks for them.
+        """
+        every = (b for b in self.backends if b.piece == piece)
+        return tuple(b for b in every if on_request or not b.on_request)
 
     def work_of(self, p: Problem, backend: str) -> tuple[Work, ...] | None:
         """What a backend does in a call, or None where nobody has told."""
@@ -227,7 +234,7 @@ def check_backend(backend: str | None, family_name: str, function: str) -> None:
         return
     known = family(family_name)
     backend = known.current(backend)
-    names = sorted({b.name for b in known.candidates("forward")})
+    names = sorted({b.name for b in known.candidates("forward", on_request=True)})
     if backend not in names:
         raise InputError(
             function,

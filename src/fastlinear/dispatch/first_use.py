@@ -68,7 +68,7 @@ def tune_at_first_use(enabled: bool = True, *, seconds: float = _SECONDS) -> Non
 def measure(p: Problem) -> None:
     """Tune what decides about a call, unless that is known, not allowed, or takes too long."""
     seconds = settings.first_use_s()
-    if not seconds or p.captured or p.device not in _DEVICES:
+    if not seconds or p.captured or p.device not in _DEVICES or settings.batch_invariant():
         return
     where = device_facts(p.device).slug
     for asked in tuning_order(p):

@@ -55,7 +55,7 @@ def select(problem: Problem, forced: str | None = None, *, ready: bool = True) -
         ready: whether the choice is to run: what it needs is compiled. Else nothing is.
     """
     fam = family(problem.family)
-    candidates = fam.candidates(problem.piece)
+    candidates = fam.candidates(problem.piece, on_request=forced is not None)
     reasons = {b.name: b.reason_not(problem) for b in candidates}
     if forced is not None:
         return _forced(problem, candidates, reasons, fam.current(forced))

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fastlinear.core import calls
-from fastlinear.core.errors import InputError
+from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.precision import float32_precision
-from fastlinear.core.settings import first_use_off, first_use_s
+from fastlinear.core.settings import BATCH_INVARIANT, batch_invariant, first_use_off, first_use_s
 from fastlinear.core.tensor_kinds import carried
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import deferred
@@ -163,7 +163,17 @@ class Front:
         if autocast is not None:
             arguments = self.spec.cast(arguments, autocast)
         self.spec.validate(*arguments)
+        if asked(arguments) == BATCH_INVARIANT:
+            raise self._not_invariant("a call that a recorder or forward-mode differentiation sees")
         return self.spec.reference(*arguments)
+
+    def _not_invariant(self, received: str) -> UnsupportedError:
+        return UnsupportedError(
+            self.spec.name,
+            "a call whose rows can be kept from depending on each other",
+            received,
+            "Make it of plain tensors on a CPU or CUDA device, or without batch_invariant.",
+        )
 
     def _lazily(self, found: Resolved, arguments: Arguments) -> Any:
         """A call whose tensors have a lazy sign, or wrap others."""
@@ -188,6 +198,9 @@ class Front:
         if arguments[-1] is None and first_use_s() and all(t.numel() for t in _given(arguments)):
             with calls.device_of(first(arguments)):
                 _measure(self.spec.problem(arguments, grad))
+        kind = first(arguments).device.type
+        if kind not in ("cpu", "cuda", "meta") and asked(arguments) == BATCH_INVARIANT:
+            raise self._not_invariant(f"one on the device {kind}")
         found = self.spec.resolve(arguments, grad, autocast is not None)
         if len(self.plans) >= self.spec.most_plans:
             self.forget()
@@ -235,7 +248,7 @@ class Front:
             arguments = self.spec.cast(arguments, dtype)
         if dtype is None or not self.spec.torch_casts:
             self.spec.validate(*arguments)
-        backend = arguments[-1]
+        backend = asked(arguments)
         if backend not in (None, "eager"):
             raise InputError(
                 name,
@@ -333,7 +346,13 @@ def _entry(self: Front, options: int) -> Callable[..., Any]:
 def choices(spec: OpSpec, arguments: Arguments, grad: bool) -> tuple[Choice, ...]:
     """The backend of each piece of a valid call; facts of a GPU are read from the call's own."""
     with calls.device_of(first(arguments)):
-        return spec.choices(spec.problem(arguments, grad), arguments[-1], arguments)
+        return spec.choices(spec.problem(arguments, grad), asked(arguments), arguments)
+
+
+def asked(arguments: Arguments) -> str | None:
+    """The backend that the caller named, or that a setting names for all calls."""
+    backend: str | None = arguments[-1]
+    return BATCH_INVARIANT if backend is None and batch_invariant() else backend
 
 
 def needs_grad(arguments: Arguments) -> bool:

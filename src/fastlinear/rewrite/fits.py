@@ -78,7 +78,8 @@ def _check_known(plan: Plan) -> None:
     for rewrite in plan.linears:
         names = ["together"]
         if rewrite.family in families():
-            names = sorted({b.name for b in family(rewrite.family).candidates("forward")})
+            known = family(rewrite.family).candidates("forward", on_request=True)
+            names = sorted({b.name for b in known})
         if rewrite.backend is not None and rewrite.backend not in names:
             _refuse(
                 f"a plan that forces a backend of {rewrite.rule} in {', '.join(names)}",

@@ -15,9 +15,10 @@ from fastlinear.core.compare import KINKED
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.dispatch.backend import Backend, Family, always, deferred, register_family
 from fastlinear.dispatch.drawn import Draw
-from fastlinear.families.diagonal import addcmul, reference
+from fastlinear.families.diagonal import addcmul, batch_invariant, reference
 from fastlinear.families.diagonal.cpu import cpp
 from fastlinear.families.diagonal.problem import NAME, PIECES, SPACE, STEP, problem
 from fastlinear.families.diagonal.triton import config
@@ -128,6 +129,11 @@ FAMILY = register_family(
             *(
                 Backend(NAME, p, "cpp", f"{_HERE}.cpu.cpp:{p}", cpp.reason_not, _CPP_SOURCES)
                 for p in PIECES
+            ),
+            Backend(
+                *(NAME, "forward", BATCH_INVARIANT, f"{_HERE}.batch_invariant:forward"),
+                *(batch_invariant.reason_not, (*_CPP_SOURCES, *_TRITON_SOURCES)),
+                on_request=True,
             ),
         ),
         make_inputs=_make_inputs,

@@ -15,6 +15,7 @@ from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.dispatch.backend import (
     Backend,
     Family,
@@ -24,7 +25,7 @@ from fastlinear.dispatch.backend import (
     why_no_gpu,
 )
 from fastlinear.dispatch.drawn import Draw
-from fastlinear.families.gated import reference
+from fastlinear.families.gated import batch_invariant, reference
 from fastlinear.families.gated.cpu import cpp, gemm, half, onednn
 from fastlinear.families.gated.cuda import backend
 from fastlinear.families.gated.problem import NAME, PIECES, SPACE, STEP, has_down, problem
@@ -219,6 +220,11 @@ FAMILY = register_family(
                     _CPU_SOURCES,
                 )
                 for p in PIECES
+            ),
+            Backend(
+                *(NAME, "forward", BATCH_INVARIANT, f"{_HERE}.batch_invariant:forward"),
+                *(batch_invariant.reason_not, (*_CPU_SOURCES, *_TRITON_SOURCES)),
+                on_request=True,
             ),
             Backend(
                 *(NAME, "forward", "half_cpp", f"{_HERE}.cpu.half:forward"),

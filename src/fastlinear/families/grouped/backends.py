@@ -17,6 +17,7 @@ from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.dispatch.backend import (
     Backend,
     Family,
@@ -26,8 +27,8 @@ from fastlinear.dispatch.backend import (
     why_no_gpu,
 )
 from fastlinear.dispatch.drawn import Draw
+from fastlinear.families.grouped import batch_invariant, reference, torch_backends
 from fastlinear.families.grouped import layout as layouts
-from fastlinear.families.grouped import reference, torch_backends
 from fastlinear.families.grouped.cpu import cpp
 from fastlinear.families.grouped.cuda import (
     packed_groups,
@@ -47,6 +48,7 @@ _LAYOUT = tuple(f"families/grouped/{name}.py" for name in ("layout", "sign_mask"
 _TRITON_SOURCES = ("families/grouped/triton", *TRITON_SOURCES, *_LAYOUT)
 _CPP_SOURCES = ("families/grouped/cpu", *CPP_SOURCES, *_LAYOUT)
 _CUDA_SOURCES = ("families/grouped/cuda", *CUDA_SOURCES, *_TRITON_SOURCES)
+_LINEAR_SOURCES = ("families/linear/batch_invariant.py", "families/linear/cpu")
 _PIECES_SOURCES = (
     *("families/grouped/autograd.py", "families/grouped/torch_backends.py"),
     "fastpath",
@@ -257,6 +259,11 @@ FAMILY = register_family(
                     NAME, piece, "cpp", f"{_HERE}.cpu.cpp:{piece}", cpp.reason_not, _CPP_SOURCES
                 )
                 for piece in PIECES
+            ),
+            Backend(
+                *(NAME, "forward", BATCH_INVARIANT, f"{_HERE}.batch_invariant:forward"),
+                *(batch_invariant.reason_not, (*_TRITON_SOURCES, *_LINEAR_SOURCES)),
+                on_request=True,
             ),
             Backend(NAME, "forward", "baddbmm", f"{_HERE}.torch_backends:baddbmm_forward", always),
             Backend(

@@ -11,6 +11,7 @@ from typing import Any
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.dispatch.backend import Backend, Family, deferred
 from fastlinear.dispatch.space import Space
 from fastlinear.families.grouped.problem import STEP
@@ -45,7 +46,10 @@ def family(
         name=name,
         pieces=PIECES,
         backends=tuple(
-            Backend(name, piece, backend, f"{home}.spec:{backend}_{piece}", reason_not, sources)
+            Backend(
+                *(name, piece, backend, f"{home}.spec:{backend}_{piece}", reason_not, sources),
+                on_request=backend == BATCH_INVARIANT,
+            )
             for piece in PIECES
             for backend, reason_not, sources in backends
         ),

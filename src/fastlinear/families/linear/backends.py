@@ -16,6 +16,7 @@ from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.compare import KINKED
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.dispatch.backend import (
     Backend,
     Family,
@@ -26,7 +27,7 @@ from fastlinear.dispatch.backend import (
     why_no_gpu,
 )
 from fastlinear.dispatch.drawn import linear_clear_of_kinks
-from fastlinear.families.linear import cublaslt, padded_problem, reference
+from fastlinear.families.linear import batch_invariant, cublaslt, padded_problem, reference
 from fastlinear.families.linear.cost import cost
 from fastlinear.families.linear.cpu import cpp, gemm, half, onednn
 from fastlinear.families.linear.cuda import few_rows_config
@@ -281,6 +282,11 @@ FAMILY = register_family(
                     NAME, p, "padded", f"{_HERE}.padded:{p}", _reason_not_padded, _PADDED_SOURCES
                 )
                 for p in ("forward", "grad_input", "grad_weight")
+            ),
+            Backend(
+                *(NAME, "forward", BATCH_INVARIANT, f"{_HERE}.batch_invariant:forward"),
+                *(batch_invariant.reason_not, (*_CPP_SOURCES, *_TRITON_SOURCES)),
+                on_request=True,
             ),
             Backend(NAME, "forward", "onednn", f"{_HERE}.cpu.onednn:forward", onednn.reason_not),
             Backend(

@@ -17,10 +17,11 @@ from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.dispatch.backend import Backend, Family, always, deferred, register_family
 from fastlinear.dispatch.drawn import Draw
 from fastlinear.families.linear import backends as linear_act
-from fastlinear.families.mlp import layerwise, reference
+from fastlinear.families.mlp import batch_invariant, layerwise, reference
 from fastlinear.families.mlp.cpu import whole as whole_cpp
 from fastlinear.families.mlp.cuda import backend
 from fastlinear.families.mlp.problem import (
@@ -177,6 +178,11 @@ FAMILY = register_family(
                 for p in PIECES
             ),
             _backend("forward", "whole_cuda", "cuda.backend", backend.reason_not, _CUDA_SOURCES),
+            Backend(
+                *(NAME, "forward", BATCH_INVARIANT, f"{_HERE}.batch_invariant:forward"),
+                *(batch_invariant.reason_not, _LAYER_SOURCES),
+                on_request=True,
+            ),
         ),
         make_inputs=_make_inputs,
         reference=_reference,

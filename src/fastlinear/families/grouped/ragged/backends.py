@@ -12,12 +12,14 @@ import torch
 from fastlinear.core.compare import KINKED
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.dispatch.backend import (
     register_family,
     why_no_gpu,
 )
 from fastlinear.dispatch.drawn import Draw, linear_clear_of_kinks
 from fastlinear.families.grouped import one_step
+from fastlinear.families.grouped.ragged import batch_invariant
 from fastlinear.families.grouped.ragged.cpu import cpp
 from fastlinear.families.grouped.ragged.problem import NAME, SPACE, problem
 from fastlinear.families.grouped.triton import config
@@ -35,6 +37,9 @@ _CPP_SOURCES = (
     *("families/grouped/ragged/formula.py", "families/grouped/ragged/cpu"),
     *("families/grouped/cpu", *CPP_SOURCES),
 )
+
+
+_LINEAR_SOURCES = ("families/linear/batch_invariant.py", "families/linear/cpu")
 
 
 def _reason_not_eager(p: Problem) -> str | None:
@@ -80,6 +85,7 @@ FAMILY = register_family(
             ("eager", _reason_not_eager, ("families/grouped/ragged/products.py",)),
             ("triton", _reason_not_triton, _TRITON_SOURCES),
             ("cpp", cpp.reason_not, _CPP_SOURCES),
+            (BATCH_INVARIANT, batch_invariant.reason_not, (*_TRITON_SOURCES, *_LINEAR_SOURCES)),
         ),
         space=SPACE,
         make_inputs=_make_inputs,

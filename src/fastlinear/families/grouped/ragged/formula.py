@@ -13,6 +13,7 @@ from torch import Tensor
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core import calls
 from fastlinear.core.errors import InputError
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.families.grouped.ragged import products
 from fastlinear.families.grouped.ragged.validation import counted
 from fastlinear.fastpath import autograd_node
@@ -31,7 +32,7 @@ class Formula:
 
     Attributes:
         activation: its name.
-        backend: ``"cpp"`` or ``"triton"``.
+        backend: ``"cpp"``, ``"triton"`` or ``"batch_invariant"``.
     """
 
     node: ClassVar[str] = "RaggedLinearBackward"
@@ -43,6 +44,10 @@ class Formula:
     def saved(self) -> str:
         """What the activation's derivative reads: ``"none"``, ``"output"`` or ``"pre"``."""
         return activation_of(self.activation).saved
+
+    def reads_sizes(self, x: Tensor) -> bool:
+        """Whether Python reads the sizes: what it does then cannot be recorded."""
+        return self.backend == BATCH_INVARIANT and not x.is_cuda
 
     @property
     def keeps_sizes(self) -> bool:
@@ -122,6 +127,10 @@ class Formula:
             from fastlinear.families.grouped.ragged.cpu import cpp
 
             return cpp.forward, cpp.backward
+        if self.backend == BATCH_INVARIANT:
+            from fastlinear.families.grouped.ragged import batch_invariant
+
+            return batch_invariant.forward, batch_invariant.backward
         from fastlinear.families.grouped.ragged.triton import backend as triton
 
         return triton.forward, triton.backward

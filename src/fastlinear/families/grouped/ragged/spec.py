@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.core.wrappers import without_values
 from fastlinear.dispatch.select import Choice
 from fastlinear.families.grouped.ragged import products
@@ -46,12 +47,17 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         return Resolved(own, by_torch=True)
     if grad:
         return _train(arguments, chosen)
-    return inferring(Formula(activation, chosen[0].backend.name).inference, x)
+    formula = Formula(activation, chosen[0].backend.name)
+    if formula.reads_sizes(x):
+        return Resolved(formula.inference, formula.inference)
+    return inferring(formula.inference, x)
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     formula = Formula(arguments[3], chosen[0].backend.name)
     plan = partial(_applied, formula)
+    if formula.reads_sizes(arguments[0]):
+        return Resolved(plan, plan)
     return Resolved(plan, plan, partial(recorded.node, formula))
 
 
@@ -92,6 +98,8 @@ def _by(backend: str, x: Tensor, weight: Tensor, more: More, activation: str) ->
 
 
 eager_forward, triton_forward, cpp_forward = _reference, partial(_by, "triton"), partial(_by, "cpp")
-eager_step, triton_step, cpp_step = (
-    partial(trained, by) for by in (eager_forward, triton_forward, cpp_forward)
+batch_invariant_forward = partial(_by, BATCH_INVARIANT)
+eager_step, triton_step, cpp_step, batch_invariant_step = (
+    partial(trained, by)
+    for by in (eager_forward, triton_forward, cpp_forward, batch_invariant_forward)
 )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import InputError
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.families.grouped.ragged.problem import NAME
 from fastlinear.families.grouped.validation import check_bias, check_weight
 from fastlinear.op.checks import (
@@ -20,7 +21,7 @@ from fastlinear.op.checks import (
     check_tensor,
 )
 
-BACKENDS = ("cpp", "eager", "triton")
+BACKENDS = (BATCH_INVARIANT, "cpp", "eager", "triton")
 _INTEGERS = (torch.int32, torch.int64)
 
 

@@ -210,6 +210,12 @@ def product_config(
     return streaming
 
 
+def batch_invariant_config(k: int, n: int, itemsize: int) -> ProductConfig:
+    """The one configuration of all numbers of tokens: a token is summed in the same order."""
+    block_n = min(128 if itemsize == 2 else 64, padded(n))
+    return ProductConfig(64, block_n, min(64 if itemsize == 2 else 32, padded(k)), 4, 3)
+
+
 @lru_cache(maxsize=1024)
 def backward_config(
     tokens: int,

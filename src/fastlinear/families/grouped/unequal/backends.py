@@ -8,11 +8,14 @@ import torch
 
 from fastlinear.core.compare import KINKED
 from fastlinear.core.problem import Problem
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.dispatch.backend import always, register_family
 from fastlinear.dispatch.drawn import Draw, linear_clear_of_kinks
 from fastlinear.families.grouped import one_step
 from fastlinear.families.grouped.unequal.cpu import cpp
 from fastlinear.families.grouped.unequal.problem import NAME, SPACE, problem
+from fastlinear.families.linear import backends as linear_act
+from fastlinear.families.linear import batch_invariant
 from fastlinear.kernels import CPP_SOURCES, CUDA_SOURCES
 
 __all__ = ["FAMILY", "NAME", "problem"]
@@ -64,7 +67,11 @@ FAMILY = register_family(
     one_step.family(
         NAME,
         "fastlinear.families.grouped.unequal",
-        backends=(("eager", always, ()), ("together", _reason_not_together, _SOURCES)),
+        backends=(
+            ("eager", always, ()),
+            ("together", _reason_not_together, _SOURCES),
+            (BATCH_INVARIANT, batch_invariant.reason_not, linear_act.PIECES_SOURCES),
+        ),
         space=SPACE,
         make_inputs=_make_inputs,
     )

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.problem import Problem
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.core.tensor_kinds import unlike_strided
 from fastlinear.dispatch.select import Choice
 from fastlinear.families.grouped.unequal.autograd import Formula, Maybe, applied, loop
 from fastlinear.families.grouped.unequal.layout import sizes_of
 from fastlinear.families.grouped.unequal.problem import NAME, problem_of
 from fastlinear.families.grouped.unequal.validation import fail, validate
+from fastlinear.families.linear.spec import FRONT as LINEAR
 from fastlinear.fastpath import autograd_node, recorded
-from fastlinear.op.front import Front, choices, needs_grad
+from fastlinear.op.front import Front, asked, choices, needs_grad
 from fastlinear.op.spec import Arguments, OpSpec, Resolved
 from fastlinear.op.step import choose_whole, trained
 from fastlinear.op.timing import Timed
@@ -77,6 +79,9 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
     chosen = choices(SPEC, arguments, grad)
     if chosen[0].backend.name == "eager":
         return Resolved(own, own, by_torch=True)
+    if chosen[0].backend.name == BATCH_INVARIANT:
+        by_layer = partial(_layers, activation=activation)
+        return Resolved(by_layer, by_layer)
     if grad:
         return _train(arguments, chosen)
     formula = Formula(activation)
@@ -108,8 +113,19 @@ def _record(
     )
 
 
+def _layers(xs: _Tensors, weights: _Tensors, biases: Maybe | None, activation: str) -> list[Tensor]:
+    """Each group a layer of its own, whose rows do not depend on each other."""
+    given = (None,) * len(xs) if biases is None else biases
+    return [
+        LINEAR.call(x, w, b, activation, BATCH_INVARIANT)
+        for x, w, b in zip(xs, weights, given, strict=True)
+    ]
+
+
 def _compiled(arguments: Arguments, _: bool) -> list[Tensor]:
-    backend = arguments[-1]
+    backend = asked(arguments)
+    if backend == BATCH_INVARIANT:
+        return _layers(*arguments[:4])
     if backend not in (None, "eager"):
         raise UnsupportedError(
             NAME,
@@ -161,5 +177,13 @@ def together_forward(
     return tuple(formula.inference(xs, weights, biases)[0])
 
 
+def batch_invariant_forward(
+    xs: _Tensors, weights: _Tensors, biases: Maybe | None, activation: str
+) -> tuple[Tensor, ...]:
+    """The y_g by one layer a group, whose rows do not depend on each other."""
+    return tuple(_layers(xs, weights, biases, activation))
+
+
 eager_step = partial(trained, eager_forward)
 together_step = partial(trained, together_forward)
+batch_invariant_step = partial(trained, batch_invariant_forward)

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import InputError
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.families.grouped.unequal.problem import NAME
 from fastlinear.op.checks import check_backend, check_dense, check_dtype, check_tensor
 
-BACKENDS = ("eager", "together")
+BACKENDS = (BATCH_INVARIANT, "eager", "together")
 Maybe = Sequence[Tensor | None]
 
 

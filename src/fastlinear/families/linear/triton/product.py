@@ -55,7 +55,8 @@ class Product:
         tiles = -(-rows // r) * -(-cols // c)
         interpreted = a.device.type == "cpu"
         own = activation if splits == 1 else "none"  # else the sum of the slices ends with it
-        choices = (own, math_of(a.dtype), dot_precision(depth), r, c, d)
+        precision = config.precision or dot_precision(depth)
+        choices = (own, math_of(a.dtype), precision, r, c, d)
         self._transpose = (False, False)
         split_rows = rows
         if config.kind == "tma":

@@ -71,6 +71,12 @@ def product_config(
     return Config(block_m, block_n, 64, 8 if block_m * block_n > 8192 else 4, 3, tma=large)
 
 
+def batch_invariant_config(k: int, n: int, itemsize: int) -> Config:
+    """The tiles of a product for any number of rows: a row is summed in the same order."""
+    block_n = min(64, padded(n))
+    return Config(64, block_n if itemsize == 2 else min(32, block_n), 32, 4, 3)
+
+
 @lru_cache(maxsize=256)
 def weight_config(
     rows: int, groups: int, k: int, n: int, itemsize: int, described: bool = False
@@ -115,11 +121,16 @@ def forward(
     bias: Tensor | None,
     activation: str,
     save_pre: bool,
+    *,
+    config: Config | None = None,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """(y, pre if asked, None), (T, N) each, in one launch; tensors of any strides."""
+    """(y, pre if asked, None), (T, N) each, in one launch; tensors of any strides.
+
+    ``config``: as for ``product``.
+    """
     flat = None if bias is None else bias.resolve_neg().contiguous()
     given = (with_rows(x), weight.resolve_neg(), flat, None, sizes.contiguous())
-    return *product(*given, activation, save_pre), None
+    return *product(*given, activation, save_pre, config=config), None
 
 
 def backward(

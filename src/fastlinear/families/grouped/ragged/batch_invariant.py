@@ -1,0 +1,78 @@
+"""Backend ``batch_invariant`` of ragged_linear: a row's result does not depend on other rows.
+
+On a GPU the Triton kernels with tiles that depend on the features only, on a CPU one product a
+group.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.core.problem import Problem
+from fastlinear.families.grouped.ragged import products
+from fastlinear.families.grouped.ragged.validation import counted
+from fastlinear.families.grouped.triton import config
+from fastlinear.families.linear import batch_invariant as layers
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def reason_not(p: Problem) -> str | None:
+    """Why it cannot serve a Problem, or None."""
+    why = layers.reason_not(p)
+    if why is not None or p.device == "cpu":
+        return why
+    sizes = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
+    return config.reason_not(*sizes, FLOAT_DTYPES[p.dtype], torch.cuda.get_device_capability())
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    sizes: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    save_pre: bool,
+) -> tuple[Tensor, Tensor | None, None]:
+    """(y, pre if asked, None): x (T, K), weight (G, N, K), sizes (G,), bias (G, N) → (T, N) each.
+
+    Rows after the last group's are 0. Sizes are read on the host where x is on a CPU.
+    """
+    if x.is_cuda:
+        from fastlinear.families.grouped.ragged.triton import backend
+
+        how = backend.batch_invariant_config(weight.shape[2], weight.shape[1], x.element_size())
+        return backend.forward(x, weight, sizes, bias, activation, save_pre, config=how)
+    y = x.new_zeros(x.shape[0], weight.shape[1])
+    pre = torch.zeros_like(y) if save_pre else None
+    begin = 0
+    for g, size in enumerate(counted(sizes, x.shape[0])):
+        end = begin + size
+        own = None if bias is None else bias[g].contiguous()
+        if size:
+            found, kept = layers.forward(x[begin:end], weight[g], own, activation, save_pre)
+            y[begin:end] = found
+            if pre is not None and kept is not None:
+                pre[begin:end] = kept
+        begin = end
+    return y, pre, None
+
+
+def backward(
+    dy: Tensor,
+    saved: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    sizes: Tensor,
+    activation: str,
+    needs: tuple[bool, bool, bool],
+) -> Gradients:
+    """(dx, dW, db), each None where not needed, as the other backends form them."""
+    if x.is_cuda:
+        from fastlinear.families.grouped.ragged.triton import backend
+
+        return backend.backward(dy, saved, x, weight, sizes, activation, needs)
+    read = counted(sizes, x.shape[0])
+    return products.gradients(dy, saved, x, weight, read, activation, needs)

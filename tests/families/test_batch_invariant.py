@@ -1,0 +1,209 @@
+"""Batch-invariant calls: the bits of a row do not depend on the rows beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastlinear as fl
+from fastlinear.core import settings
+from fastlinear.core.errors import FastlinearError, InputError, UnsupportedError
+from fastlinear.core.settings import BATCH_INVARIANT
+from fastlinear.dispatch import cache
+from fastlinear.dispatch.backend import families
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+ROWS = 700
+SOME = (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 300, 513)
+WIDTHS = ((64, 64), (33, 7), (1, 1), (2048, 3), (300, 260))
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    settings.allow_batches(None)
+    cache.changed()
+
+
+@pytest.fixture
+def draw() -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return lambda *shape: torch.randn(*shape, generator=generator)
+
+
+def depends_on_rows(call: Callable[[Tensor], Tensor], x: Tensor) -> list[str]:
+    """Which rows of x (rows first) come out otherwise beside fewer or other rows."""
+    whole = call(x)
+    found = [
+        f"the first {m}, call {turn}"
+        for m in SOME
+        for turn in range(3)  # a kind of call is recorded when it comes again
+        if not torch.equal(call(x[:m].clone()), whole[:m])
+    ]
+    for name, part in (("a view", x[7:50]), ("a copy", x[7:50].clone())):
+        if not torch.equal(call(part), whole[7:50]):
+            found.append(name)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1)).to(x.device)
+    if not torch.equal(call(x[order]), whole[order]):
+        found.append("another order")
+    return found
+
+
+def calls(draw: Callable[..., Tensor], device: str, dtype: torch.dtype) -> Iterator[Any]:
+    """(name, a call of rows, the rows)."""
+
+    def t(*shape: int, scale: float = 1.0) -> Tensor:
+        return (draw(*shape) * scale).to(device, dtype)
+
+    for k, n in WIDTHS:
+        x, w, b = t(ROWS, k), t(n, k, scale=k**-0.5), t(n)
+        for act in ("none", "gelu", "tanh", "silu"):
+            yield (
+                f"linear_act {k} {n} {act}",
+                lambda x, w=w, b=b, act=act: fl.linear_act(x, w, b, activation=act),
+                x,
+            )
+        turned = w.t().contiguous().t()
+        yield f"linear_act {k} {n} turned", lambda x, w=turned: fl.linear_act(x, w), x
+    w, b = t(333), t(333)
+    for act in ("none", "gelu", "mish"):
+        yield (
+            f"diagonal_linear {act}",
+            lambda x, act=act, w=w, b=b: fl.diagonal_linear(x, w, b, activation=act),
+            t(ROWS, 333),
+        )
+    ws, bs = [t(64, 40), t(32, 64), t(3, 32)], [t(64), None, t(3)]
+    yield "mlp", lambda x: fl.mlp(x, ws, bs, activation="silu"), t(ROWS, 40)
+    gate, up, down = t(130, 100), t(130, 100), t(50, 130, scale=0.1)
+    yield (
+        "gated_mlp",
+        lambda x: fl.gated_mlp(x, gate, up, down, activation="gelu_tanh"),
+        t(ROWS, 100),
+    )
+    yield "gated_linear", lambda x: fl.gated_linear(x, gate, up), t(ROWS, 100)
+    for groups, k, n in ((4, 64, 64), (3, 100, 7), (5, 260, 17)):
+        w, b = t(groups, n, k, scale=k**-0.5), t(groups, n)
+        yield (
+            f"grouped_linear {groups} {k} {n}",
+            lambda x, w=w, b=b: fl.grouped_linear(x, w, b, activation="gelu"),
+            t(ROWS, groups * k),
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_do_not_depend_on_each_other(
+    draw: Callable[..., Tensor], device: str, dtype: torch.dtype
+) -> None:
+    fl.batch_invariant()
+    with torch.no_grad():
+        failed = {
+            name: found
+            for name, call, x in calls(draw, device, dtype)
+            if (found := depends_on_rows(call, x))
+        }
+    assert failed == {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_groups_do_not_depend_on_each_other(
+    draw: Callable[..., Tensor], device: str, dtype: torch.dtype
+) -> None:
+    fl.batch_invariant()
+    w, b, x = (t.to(device, dtype) for t in (draw(4, 20, 72), draw(4, 20), draw(900, 72)))
+    sizes = torch.tensor([100, 300, 0, 500], device=device)
+    whole = fl.ragged_linear(x, w, sizes, b, activation="gelu")
+    for a, c in ((3, 50), (1, 17), (64, 129)):
+        few = torch.tensor([a, 0, 0, c], device=device)
+        y = fl.ragged_linear(torch.cat([x[:a], x[400 : 400 + c]]), w, few, b, activation="gelu")
+        assert torch.equal(y, torch.cat([whole[:a], whole[400 : 400 + c]]))
+
+    ws = [draw(20, 72).to(device, dtype), draw(5, 33).to(device, dtype)]
+    xs = [draw(500, 72).to(device, dtype), draw(900, 33).to(device, dtype)]
+    lists = fl.unequal_linear(xs, ws, activation="gelu")
+    for a, c in ((3, 80), (1, 1), (129, 17)):
+        parts = fl.unequal_linear([xs[0][:a], xs[1][5 : 5 + c]], ws, activation="gelu")
+        assert torch.equal(parts[0], lists[0][:a])
+        assert torch.equal(parts[1], lists[1][5 : 5 + c])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_training_computes_the_same_rows(draw: Callable[..., Tensor], device: str) -> None:
+    """With gradients, the results of the same call without; and gradients are there."""
+    fl.batch_invariant()
+    for name, call, x in calls(draw, device, torch.float32):
+        with torch.no_grad():
+            expected = call(x)
+        given = x.clone().requires_grad_()
+        y = call(given)
+        assert torch.equal(y, expected), name
+        y.sum().backward()
+        assert given.grad is not None, name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_code_takes_it_too(draw: Callable[..., Tensor], device: str) -> None:
+    x, w, b = (t.to(device) for t in (draw(300, 96), draw(40, 96), draw(40)))
+
+    def layer(x: Tensor) -> Tensor:
+        return fl.linear_act(x, w, b, activation="gelu", backend=BATCH_INVARIANT)
+
+    compiled = torch.compile(layer, fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), layer(x))
+        assert torch.equal(compiled(x[:3]), layer(x)[:3])
+
+
+def test_it_is_taken_only_where_asked_for() -> None:
+    for fam in families().values():
+        for piece in fam.pieces:
+            assert BATCH_INVARIANT not in {b.name for b in fam.candidates(piece)}
+        assert BATCH_INVARIANT in {b.name for b in fam.candidates("forward", on_request=True)}
+
+
+def test_a_backend_that_is_named_comes_before_the_setting(draw: Callable[..., Tensor]) -> None:
+    fl.batch_invariant()
+    x, w = draw(5, 64), draw(64, 64)
+    told = fl.explain(x, w)
+    assert "batch_invariant" in str(told)
+    named = fl.linear_act(x, w, backend="eager")
+    assert torch.equal(named, torch.nn.functional.linear(x, w))
+    fl.batch_invariant(False)
+    assert "batch_invariant" not in str(fl.explain(x, w))
+
+
+def test_modules_take_it_by_name(draw: Callable[..., Tensor]) -> None:
+    layer = fl.nn.Linear(64, 32, activation="gelu", backend=BATCH_INVARIANT)
+    x = draw(100, 64)
+    with torch.no_grad():
+        assert torch.equal(layer(x)[:1], layer(x[:1]))
+
+
+def test_the_environment_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings.allow_batches(None)
+    monkeypatch.setenv("FASTLINEAR_BATCH_INVARIANT", "1")
+    assert settings.batch_invariant()
+    settings.allow_batches(None)
+    monkeypatch.setenv("FASTLINEAR_BATCH_INVARIANT", "yes")
+    with pytest.raises(InputError, match="expected 1 or 0"):
+        settings.batch_invariant()
+
+
+def test_what_cannot_be_had_is_refused(draw: Callable[..., Tensor]) -> None:
+    """Never silently by something else."""
+    x, w = draw(5, 8), draw(4, 8)
+    with pytest.raises(InputError, match="batch_invariant: expected enabled"):
+        fl.batch_invariant(1)  # type: ignore[arg-type]
+    fl.batch_invariant()
+    with pytest.raises(UnsupportedError, match="float64"):
+        fl.linear_act(x.double(), w.double())
+    with pytest.raises(FastlinearError, match="linear_act"):
+        torch.func.vmap(lambda row: fl.linear_act(row, w))(x)
+    with pytest.raises(FastlinearError, match="linear_act"):
+        torch.func.jvp(lambda x: fl.linear_act(x, w), (x,), (x,))
