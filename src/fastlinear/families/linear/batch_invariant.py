@@ -1,8 +1,7 @@
 """Backend ``batch_invariant`` of linear_act: a row of y is the same whatever rows are beside it.
 
-Nothing here depends on the number of rows: on a GPU tiles, slices of the depth and arithmetic, on a
-CPU the order in which our own products add up. Results of 16 bits are rounded once, on a CPU from
-float32.
+On a GPU the depth is never cut into slices, and tiles add up in one order; on a CPU our own
+products do. Results of 16 bits are rounded once, on a CPU from float32.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastlinear.core.precision import FLOAT_DTYPES, float32_precision
+from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import why_no_gpu
 from fastlinear.families.linear.cpu import gemm
@@ -41,10 +40,9 @@ def forward(
     """
     if not x.is_cuda:
         return _on_cpu(x, weight, bias, activation, save_pre)
-    from fastlinear.families.linear.triton import backend
+    from fastlinear.families.linear.triton import backend, product
 
-    exact = x.dtype is torch.float32 and float32_precision() == "highest"
-    how = config.batch_invariant_config_for(x.shape[1], x.dtype, exact)
+    how = product.batch_invariant_config(x, weight.t())
     return backend.forward(x, weight, bias, activation, save_pre, config=how)
 
 

@@ -264,19 +264,6 @@ def config_for(
     return fitting[-1]
 
 
-def batch_invariant_config_for(depth: int, dtype: torch.dtype, exact: bool) -> GemmConfig:
-    """The one configuration of all numbers of rows: the order in which a row is summed is the same.
-
-    Args:
-        depth: K.
-        exact: float32 in plain arithmetic, as exact as PyTorch's for any number of rows; else as
-            three TF32 products where they are deep enough.
-    """
-    if dtype.itemsize == 2:
-        return GemmConfig("pointer", 64, 64, 64, 4, 4)
-    return GemmConfig("pointer", 64, 64, 32, 4, 3, precision="ieee" if exact else "")
-
-
 @lru_cache(maxsize=1024)
 def grad_config_for(
     rows: int, cols: int, depth: int, dtype: torch.dtype, capability: tuple[int, int], aligned: bool

@@ -25,7 +25,6 @@ class GemmConfig:
         subtile: column parts of the epilogue (tma only), 1 or 2.
         programs_per_unit: persistent programs on each multiprocessor (tma only).
         splits: slices of DEPTH summed by a second kernel in a fixed order.
-        precision: scheme of float32 products; ``""`` goes by the depth.
     """
 
     kind: str
@@ -38,7 +37,6 @@ class GemmConfig:
     subtile: int = 1
     programs_per_unit: int = 1
     splits: int = 1
-    precision: str = ""
 
     def shared_bytes(self, itemsize: int) -> int:
         """Estimated shared memory of one program."""

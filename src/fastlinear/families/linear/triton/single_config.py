@@ -21,6 +21,7 @@ _SUM_US = 2.0  # a launch more, which adds slices up
 _SUM_BYTES_A_US = 4.0e6
 _TURN_US = 1.8  # a launch more, which turns an operand
 _TURN_BYTES_A_US = 2.5e6
+_ONE_DEPTH = 32  # at a time, where all products add up in one order
 _ACCURATE_DEPTH = 1024
 """From here on PyTorch's error is that of blocks of 64 along the depth (1.5e-7) or more; those of
 32 have 1.0e-7 to 1.3e-7."""
@@ -86,6 +87,7 @@ def config_for(
     capability: tuple[int, int],
     aligned: bool = True,
     along: bool = True,
+    one_order: bool = False,
 ) -> GemmConfig:
     """The configuration of (rows, depth) x (depth, cols), slices of the depth included.
 
@@ -95,8 +97,9 @@ def config_for(
         aligned: whether both operands and the result have one unit stride and the other a multiple
             of 16 bytes.
         along: whether both operands have their depth contiguous.
+        one_order: only those that add up a row's products as the others of them do.
     """
-    return _best(rows, depth, cols, capability, aligned, along)[1]
+    return _best(rows, depth, cols, capability, aligned, along, one_order)[1]
 
 
 @lru_cache(maxsize=4096)
@@ -119,7 +122,13 @@ def turning_pays(
 
 
 def _best(
-    rows: int, depth: int, cols: int, capability: tuple[int, int], aligned: bool, along: bool
+    rows: int,
+    depth: int,
+    cols: int,
+    capability: tuple[int, int],
+    aligned: bool,
+    along: bool,
+    one_order: bool = False,
 ) -> tuple[float, GemmConfig]:
     """Microseconds by the model, and the configuration."""
     units = UNITS.get(capability[0] * 10 + capability[1], 108)
@@ -128,6 +137,8 @@ def _best(
     able = [t for t in tiles if t.config.problem(torch.float32, capability) is None]
     accurate = [t for t in able if t.config.block_d <= 32 or depth >= _ACCURATE_DEPTH or not along]
     most = max(1, min(_MAX_SLICES, depth // _LEAST_SLICE))
+    if one_order:
+        accurate, most = [t for t in able if t.config.block_d == _ONE_DEPTH], 1
     found: list[tuple[float, GemmConfig]] = []
     for tile in accurate or able:
         for splits in range(1, most + 1):
