@@ -234,8 +234,8 @@ def _ragged(rng: Random) -> _Draw:
 
 
 def _unequal(rng: Random) -> _Draw:
-    sizes = _rows(rng), _log_uniform(rng, 2, 256), _width(rng, 4096), _width(rng, 4096)
-    return sizes, {
+    rows, groups = _rows(rng), _log_uniform(rng, 2, 256)
+    return (max(rows, groups), groups, _width(rng, 4096), _width(rng, 4096)), {
         "activation": _activation(rng),
         "bias": _mostly(rng, "yes", "no", "some"),
         "rows": rng.choice(("aligned", "unaligned")),

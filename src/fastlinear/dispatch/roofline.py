@@ -19,7 +19,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.steps import STEP
 from fastlinear.dispatch.work import CALL, HOST, Work, call, host
 
-_UNITS = 132  # multiprocessors, where there is no GPU to ask
+_UNITS, _CAPABILITY = 132, (9, 0)  # where there is no GPU to ask
 _BYTES_PER_US = 3.0e6
 _FLOPS_PER_US = {"float64": 0.42e6, "float32": 0.42e6, "tf32": 3.5e6, "half": 7.0e6}
 """Of one multiprocessor."""
@@ -29,6 +29,8 @@ _LEAST_DEPTH = 128  # of a split sum's part
 _WIDE_LOAD = 16  # bytes, and numbers by which Triton knows that rows begin at such
 _LINE = 128  # bytes that L2 brings in at once
 Tiles = tuple[tuple[int, int, float], ...]
+Launched = tuple[int, int, int]
+"""What is known of a launch: rows and columns of a tile, slices of the depth."""
 LIBRARY: Tiles = (
     *((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 128, 0.75)),
     *((64, 64, 0.6), (64, 32, 0.4), (32, 64, 0.4), (32, 32, 0.3)),
@@ -38,11 +40,17 @@ OURS: Tiles = (*LIBRARY[2:], (16, 64, 0.25), (16, 32, 0.2))
 """Tiles of our kernels."""
 LARGE: Tiles = LIBRARY[2:6]
 FEW_ROWS: Tiles = ((16, 16, 0.15),)
+_SHARES = {rows * columns: share for rows, columns, share in reversed(OURS)}
 
 
 def units() -> int:
     """The multiprocessors of the current GPU, or a Hopper's where there is none."""
     return device_facts("cuda").units if torch.cuda.is_available() else _UNITS
+
+
+def capability() -> tuple[int, int]:
+    """The compute capability of the current GPU, or a Hopper's where there is none."""
+    return device_facts("cuda").capability if torch.cuda.is_available() else _CAPABILITY
 
 
 def bytes_us(p: Problem, numbers: float) -> float:
@@ -70,6 +78,7 @@ def tiled_us(
     groups: int,
     split: bool,
     every: int,
+    launched: Launched | None = None,
 ) -> float:
     """(m, k) @ (k, n) in whole waves of tiles, or its bytes: the best of the tiles.
 
@@ -78,12 +87,17 @@ def tiled_us(
         groups: so many products at once.
         split: whether sums are split where there are fewer tiles than multiprocessors.
         every: multiprocessors.
+        launched: the tile and its slices where they are known.
     """
     best = float("inf")
+    if launched is not None:
+        area = launched[0] * launched[1]
+        nearest = min(_SHARES, key=lambda known: abs(known - area))
+        tiles = ((launched[0], launched[1], _SHARES[nearest]),)
     for rows, columns, share in tiles:
         count = ceil(m / rows) * ceil(n / columns) * groups
-        parts = {1}
-        if split and count < every:
+        parts = {1} if launched is None else {launched[2]}
+        if launched is None and split and count < every:
             parts.add(max(1, min(every // count, k // _LEAST_DEPTH)))
         for part in parts:
             wave = 2 * rows * columns * ceil(k / part) / (rate * share) + _WAVE_US
@@ -102,6 +116,7 @@ def tiled(
     *flags: str,
     tiles: Tiles = LIBRARY,
     triton: bool = False,
+    launched: Launched | None = None,
 ) -> tuple[Work, ...]:
     """A launch that multiplies (m, k) @ (k, n), of a Problem's dtype.
 
@@ -110,7 +125,10 @@ def tiled(
         flags: more facts.
         triton: whether Triton compiled the kernel: it loads 16 bytes at once only where rows are
             of multiples of 16 numbers.
+        launched: the tile and its slices where they are known.
     """
+    if launched is not None:
+        flags += f"tile:{launched[0]}x{launched[1]}", *(("sliced",) if launched[2] > 1 else ())
     itemsize = FLOAT_DTYPES[p.dtype].itemsize
     inner = (k if layout[0] == "n" else m, k if layout[1] == "t" else n, n)
     rate = flops_per_us(p, ours=tiles is not LIBRARY)
@@ -127,7 +145,7 @@ def tiled(
         for a, row in zip("abc", inner, strict=True)
         if (load := gcd(row * itemsize, _LINE)) < _LINE
     )
-    us = tiled_us(m, k, n, itemsize, rate, tiles, 1, True, units())
+    us = tiled_us(m, k, n, itemsize, rate, tiles, 1, True, units(), launched)
     return (
         call(kind),
         Work(

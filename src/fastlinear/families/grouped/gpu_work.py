@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.roofline import (
     LIBRARY,
     OURS,
+    Launched,
     bytes_us,
+    capability,
     flops_per_us,
     hosts,
     of_rows,
@@ -21,10 +24,12 @@ from fastlinear.dispatch.roofline import (
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, call, flags_of, host
 from fastlinear.families.grouped.problem import NAME, PIECES, STEP
+from fastlinear.families.grouped.triton import config
 from fastlinear.fastpath.autograd_node import node_work
 
 _LIBRARY = ("eager", "baddbmm", "loop", "conv")
 _TRITON = ("triton", "together")
+_ONE_PASS_SHARE, _TILE_US = 0.5, 0.3  # of the rate of products; of a tile, besides
 _KNOWN = (*_LIBRARY, *_TRITON, "weight_stationary", "packed_groups", "wide")
 
 
@@ -66,27 +71,67 @@ def _products(piece: str, m: int, k: int, n: int) -> tuple[tuple[int, int, int],
     return {"forward": forward, "backward": backward, STEP: forward + backward}[piece]
 
 
+def _products_us(p: Problem, backend: str, groups: int, m: int) -> tuple[float, tuple[str, ...]]:
+    """Microseconds of an ideal device for the products of groups of m rows, and what is known of
+    how they are launched."""
+    k, n = max(1, p.dim("K")), max(1, p.dim("N"))
+    ours, alone = backend not in _LIBRARY, _alone(p, backend)
+    size, rate, every = FLOAT_DTYPES[p.dtype].itemsize, flops_per_us(p, ours=ours), units()
+    products = _products(p.piece, m, k, n)
+    if p.family == NAME and backend == "triton":
+        chip = size, every, capability()
+        if p.piece == "forward":
+            launched, way = _launched(config.product_config(m, groups, k, n, *chip))
+            us = tiled_us(*products[0], size, rate, OURS, groups, False, every, launched)
+            return us, way
+        channels = p.option("order") == "channels"
+        how = config.backward_config(
+            m, groups, k, n, *chip, p.option("activation"), channels=channels
+        )
+        if how is not None:
+            return _one_pass_us(p, how, groups, m, rate), ("one pass",)
+    tiles, at_once = OURS if ours else LIBRARY, 1 if alone else groups
+    us = sum(  # ours split the sums over tokens
+        tiled_us(*sizes, size, rate, tiles, at_once, alone or (ours and sizes[1] == m), every)
+        for sizes in products
+    )
+    return us * (groups if alone else 1), ()
+
+
+def _launched(c: config.ProductConfig) -> tuple[Launched, tuple[str, ...]]:
+    way = (f"tile:{c.block_m}x{c.block_n}", "streaming" if c.block_k else "resident")
+    return (c.block_m, c.block_n, 1), way
+
+
+def _one_pass_us(p: Problem, how: config.BackwardConfig, groups: int, m: int, rate: float) -> float:
+    """Programs that walk tiles of tokens, each with dx and its part of dW."""
+    k, n = max(1, p.dim("K")), max(1, p.dim("N"))
+    walk = config.Walk.quickest(ceil(m / how.block_m), groups, how.programs, how.shared)
+    tile = 4 * how.block_m * config.padded(k) * config.padded(n) / (rate * _ONE_PASS_SHARE)
+    waves = ceil(walk.programs / how.programs)
+    at_once = max(1.0, min(walk.programs, how.programs) / units())
+    walked = waves * at_once * walk.each * tile + waves * walk.each * _TILE_US
+    moved = bytes_us(p, groups * (2 * m * k + m * n + 2 * k * n))
+    return float((walked**2 + moved**2) ** 0.5)
+
+
 def _device(p: Problem, backend: str) -> tuple[Work, ...]:
     """Its part of the device; groups are taken to have the mean size."""
     groups, k, n, m = (max(1, p.dim(name)) for name in ("G", "K", "N", "M"))
     filled = groups if p.family == NAME else min(groups, m)  # the others have no rows
     each = m if p.family == NAME else max(1, m // filled)
-    ours, alone = backend not in _LIBRARY, _alone(p, backend)
-    size, rate = FLOAT_DTYPES[p.dtype].itemsize, flops_per_us(p, ours=ours)
-    tiles, at_once = OURS if ours else LIBRARY, 1 if alone else filled
-    us = sum(
-        tiled_us(*sizes, size, rate, tiles, at_once, alone or (ours and sizes[1] == each), units())
-        for sizes in _products(p.piece, each, k, n)
-    ) * (filled if alone else 1)  # ours split the sums over tokens
+    alone, size = _alone(p, backend), FLOAT_DTYPES[p.dtype].itemsize
+    us, way = _products_us(p, backend, filled, each)
     every = filled * each * n
     sizes = {"m": each, "k": k, "n": n, "groups": filled, "mn": every, "mkn": every * k}
     channels = dict(p.options).get("order") == "channels"
     if channels:
         sizes["length"] = p.dim("L")
     options = [name for name in ("order", "x", "w", "rows") if name in dict(p.options)]
-    layouts = (*flags_of(p, *options), *rows_at(p, k), *rows_at(p, n))
+    layouts = (*flags_of(p, *options), *rows_at(p, k), *rows_at(p, n), *way)
     more = (*flags_of(p, "bias"), *(rows_at(p, p.dim("L")) if channels else ()))
-    rows = of_rows(size, (k, n), triton=backend in _TRITON)
+    inner = (k, p.dim("L")) if channels else (k, n)
+    rows = of_rows(size, inner, triton=backend in _TRITON)
     ways = (*rows, ("channels", channels), ("m=1", each == 1), ("n=1", n == 1))
     variants = tuple(name for name, holds in ways if holds)
     step = (STEP,) if p.piece == STEP else ()  # of one kernel with the forward

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import torch
+
+from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.roofline import (
     FEW_ROWS,
     LARGE,
     LIBRARY,
     OURS,
+    Launched,
     Tiles,
     bytes_us,
+    capability,
     hosts,
     swept,
     tiled,
@@ -17,6 +22,7 @@ from fastlinear.dispatch.roofline import (
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.work import Work, call
 from fastlinear.families.linear.problem import BACKWARD_PIECES, NAME, PIECES, STEP, WHOLE_BACKWARD
+from fastlinear.families.linear.triton import config, single_config
 from fastlinear.fastpath.autograd_node import node_work
 
 _TILES: dict[str, Tiles] = {
@@ -67,6 +73,13 @@ def _in_one_launch(p: Problem) -> tuple[Work, ...]:
     m, k, n = _sizes(p)
     x, w = _layouts(p)
     name = f"{NAME} triton {p.piece}"
+    aligned = (k | n) % 16 == 0
+    how = config.backward_config_for(m, k, n, _dtype(p), p.option("activation"), aligned)
+    if isinstance(how, config.TilesConfig):
+        sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
+        flags = (f"tile:{how.dx_m}x{how.dx_k}", *(() if aligned else ("rows apart",)))
+        product = Work(f"{name} tiles product", how.microseconds(m, k, n), sizes, flags)
+        return call(f"{name} tiles"), product
     dx = tiled(name, p, m, n, k, "n" + ("n" if w == "t" else "t"), tiles=OURS, triton=True)
     dw = tiled(f"{name} weight", p, n, m, k, "t" + ("n" if x == "n" else "t"), tiles=OURS)
     return (*dx, dw[1])
@@ -88,7 +101,14 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
         "grad_weight": ((n, m, k), "t" + ("n" if x == "n" else "t")),
     }[p.piece]
     kind = "torch" if backend == "eager" else f"{NAME} {backend} {p.piece}"
-    found = tiled(kind, p, *sizes, layout, tiles=_TILES[backend], triton=backend == "triton")
+    tiles, launched = _TILES[backend], None
+    if backend == "triton":
+        launched = _launched(p, sizes, layout)
+        if launched is None:
+            kind, tiles = f"{kind} few rows", FEW_ROWS
+    found = tiled(
+        kind, p, *sizes, layout, tiles=tiles, triton=backend == "triton", launched=launched
+    )
     if backend == "padded":
         numbers = m * k + k * n + m * n
         copies = Work(f"{kind} copies", bytes_us(p, 2 * numbers), {"numbers": numbers})
@@ -97,6 +117,28 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
         return found
     kept = ("kept",) if p.needs_grad and activation != "none" else ()
     return (*found, *swept(f"{NAME} {backend} epilogue", p, m, n, activation, *bias, *kept))
+
+
+def _launched(p: Problem, sizes: tuple[int, int, int], layout: str) -> Launched | None:
+    """The tile and slices of Triton's product; None where few rows need no tiles."""
+    rows, depth, columns = sizes
+    dtype, chip = _dtype(p), capability()
+    few = config.few_rows_config_for(rows, depth, columns, dtype)
+    if p.piece == "forward" and layout[1] == "t" and few is not None:
+        return None
+    inner = (depth if layout[0] == "n" else rows, depth if layout[1] == "t" else columns, columns)
+    aligned = all(row * dtype.itemsize % 16 == 0 for row in inner)
+    if dtype.itemsize == 4:
+        c = single_config.config_for(rows, depth, columns, chip, aligned, layout == "nt")
+    elif p.piece == "forward":
+        c = config.config_for(rows, depth, columns, dtype, chip, aligned)
+    else:
+        c = config.grad_config_for(rows, columns, depth, dtype, chip, aligned)
+    return c.block_r, c.block_c, c.splits
+
+
+def _dtype(p: Problem) -> torch.dtype:
+    return FLOAT_DTYPES[p.dtype]
 
 
 def _sizes(p: Problem) -> tuple[int, int, int]:
