@@ -86,6 +86,20 @@ def test_against_the_oracle(
 
 
 @runs
+@pytest.mark.parametrize("order", layouts.ORDERS)
+@pytest.mark.parametrize("n", [1, 40])
+def test_a_bias_joins_the_finished_sums(n: int, order: str) -> None:
+    """Sums that begin with a large bias are rounded at its size once for every product."""
+    x, weight = drawn((1, 60, 9, 128), order, 1), torch.randn(9, n, 128) / 128**0.5
+    bias = 8.0 * torch.randn(9, n)
+    y, _ = cpp.forward(x, weight, bias, "none", False, order)
+    theirs, _ = reference.forward(x, weight, bias, "none", False, order)
+    oracle, _ = reference.forward(x.double(), weight.double(), bias.double(), "none", False, order)
+    verdict = judge("y", y, theirs, oracle)
+    assert verdict.passed, str(verdict)
+
+
+@runs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", ["tokens", "channels"])
 @pytest.mark.parametrize("groups", [1, 3, 9])

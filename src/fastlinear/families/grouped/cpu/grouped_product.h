@@ -1,4 +1,4 @@
-// C = start + A B or C + A B in float32: A's numbers broadcast, B's and C's rows in vectors.
+// C = A B + bias or C + A B in float32: A's numbers broadcast, B's and C's rows in vectors.
 #pragma once
 
 #include "../../../kernels/cpu/vectors.h"
@@ -24,7 +24,7 @@ struct Product {
   float* c;
   int64_t c_row;
   int64_t rows, depth, columns;
-  const float* start = nullptr;  // a number a column of C, or null
+  const float* bias = nullptr;   // a number a column of C, or null
   bool add = false;              // to what C holds
   bool relu = false;
 };
@@ -33,7 +33,7 @@ inline V loaded(const float* p, bool cut, int64_t tail) { return cut ? part(p, t
 
 // R rows and N vectors of columns of C, the last of `tail` numbers, or whole where not Cut.
 template <int R, int N, bool Cut>
-inline void tile(const Product& g, const float* a, const float* b, float* c, const float* start,
+inline void tile(const Product& g, const float* a, const float* b, float* c, const float* bias,
                  int64_t depth, bool add, bool relu, int64_t tail) {
   V sum[R][N];
   // the next rows of A, and C, which lie apart: on their way while this tile is computed; with half as
@@ -47,7 +47,7 @@ inline void tile(const Product& g, const float* a, const float* b, float* c, con
 #pragma GCC unroll 4
     for (int v = 0; v < N; ++v) {
       __builtin_prefetch(c + r * g.c_row + v * kLanes, 1);
-      sum[r][v] = start ? loaded(start + v * kLanes, Cut && v == N - 1, tail) : V{};
+      sum[r][v] = V{};
     }
   for (int64_t p = 0; p < depth; ++p) {
     V right[N];
@@ -61,13 +61,17 @@ inline void tile(const Product& g, const float* a, const float* b, float* c, con
       for (int v = 0; v < N; ++v) sum[r][v] += left * right[v];
     }
   }
+  V added[N] = {};  // last: sums that begin with a bias are rounded as coarsely as it
+  if (bias)
+#pragma GCC unroll 4
+    for (int v = 0; v < N; ++v) added[v] = loaded(bias + v * kLanes, Cut && v == N - 1, tail);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < N; ++v) {
       float* to = c + r * g.c_row + v * kLanes;
       const bool cut = Cut && v == N - 1;
-      V z = sum[r][v];
+      V z = sum[r][v] + added[v];
       if (add) z += loaded(to, cut, tail);
       if (relu) z = pick(z < V{}, V{}, z);
       if (cut) put(to, z, tail);
@@ -79,11 +83,11 @@ template <int N, bool Cut>
 void panel(const Product& g, int64_t j, int64_t from, int64_t depth, int64_t tail) {
   constexpr int R = kRowsOf[N];
   const bool last = from + depth == g.depth, add = g.add || from > 0, relu = g.relu && last;
-  const float* start = g.start && !from ? g.start + j : nullptr;
+  const float* bias = g.bias && !from ? g.bias + j : nullptr;
   const float *a = g.a + from * g.a_col, *b = g.b + from * g.b_row + j;
   int64_t i = 0;
 #define TILE(ROWS)                                                                              \
-  tile<ROWS, N, Cut>(g, a + i * g.a_row, b, g.c + i * g.c_row + j, start, depth, add, relu, tail)
+  tile<ROWS, N, Cut>(g, a + i * g.a_row, b, g.c + i * g.c_row + j, bias, depth, add, relu, tail)
   for (; i + R <= g.rows; i += R) TILE(R);
   if constexpr (R > 8)
     if (i + 8 <= g.rows) { TILE(8); i += 8; }
@@ -135,7 +139,7 @@ void dots(const Product& g) {
         }
       }
       V z = sums(sum);
-      if (g.start) z += get(g.start + j, count);
+      if (g.bias) z += get(g.bias + j, count);
       if (g.relu) z = pick(z < V{}, V{}, z);
       put(g.c + i * g.c_row + j, z, count);
     }

@@ -96,7 +96,7 @@ void forward_block(const Call& c, const float* x, const float* w, const float* b
   float* to = (pre ? pre : y) + g * out.group + b * out.batch + from * out.token;
   p.c = out.feature == 1 ? to : room + rows * kp;
   if (out.feature == 1) p.c_row = out.token;
-  p.start = bias ? bias + g * c.n : nullptr;
+  p.bias = bias ? bias + g * c.n : nullptr;
   p.relu = c.act == kRelu && !pre;
   const float* own = w + g * c.w_group;
   if (by_dots(c)) {
