@@ -15,7 +15,7 @@ from torch import Tensor
 from fastlinear.calibration import ways
 from fastlinear.calibration.drawn import Drawn
 from fastlinear.calibration.ways import COMPILE, EAGER, OURS, Arm
-from fastlinear.core.compare import judge
+from fastlinear.core.compare import Verdict, judge, over_draws
 from fastlinear.core.timing import Samples, interleave
 from fastlinear.dispatch.tune import input_sets, rotating, to_float64
 
@@ -46,7 +46,7 @@ def measure(
     sets = [(arguments, dy), *(ways.inputs_of(drawn, device, turn) for turn in more)]
     metric = "device" if p.captured else "wall"
     with nullcontext() if train else torch.no_grad():
-        taking, failed = _sound(drawn, arguments, dy, skip)
+        taking, failed = _sound(drawn, device, arguments, dy, skip)
         runs = {}
         for arm in taking:
             each = [(ways.runner(arm, *one, train),) for one in sets]
@@ -79,35 +79,49 @@ def _timed(arm: Arm, samples: Samples) -> dict[str, Any]:
 
 
 def _sound(
-    drawn: Drawn, arguments: Any, dy: Any, skip: Sequence[str]
+    drawn: Drawn, device: torch.device, arguments: Any, dy: Any, skip: Sequence[str]
 ) -> tuple[list[Arm], dict[str, str]]:
     """The arms that run and are right, and why the others take no part."""
-    train, taking, failed = drawn.problem.needs_grad, [], {}
+    train, failed = drawn.problem.needs_grad, {}
     reference = Arm(EAGER, next(ways.peers(drawn, arguments, (COMPILE,))).call, {})
-    doubled = tuple(to_float64(a) for a in arguments), to_float64(dy)
-    oracle = _flat(ways.runner(reference, *doubled, train)())
-    theirs = _flat(ways.runner(reference, arguments, dy, train)())
+    expected = _expected(reference, arguments, dy, train)
     every = [*ways.ours(drawn, arguments), *ways.peers(drawn, arguments, skip)]
+    first: dict[str, list[Verdict]] = {}
     for arm in every:
         try:
             run = ways.runner(arm, arguments, dy, train)
             for _ in range(3):  # recorded at the second call of a kind
                 found = _flat(run())
-            wrong = [
-                v
-                for i, each in enumerate(zip(found, theirs, oracle, strict=True))
-                if not (v := judge(f"result {i}", *each)).passed and not v.unproven
-            ]
+            first[arm.name] = _verdicts(found, expected)
         except Exception as error:
             if arm.name in (OURS, EAGER):
                 raise
             failed[arm.name] = f"{type(error).__name__}: {str(error).strip()[:200]}"
-            continue
-        if wrong:
-            failed[arm.name] = f"less accurate than allowed: {wrong[0]}"
-        else:
-            taking.append(arm)
-    return taking, failed
+    by_name = {arm.name: arm for arm in every}
+
+    def again(draw: int, names: Sequence[str]) -> Mapping[str, list[Verdict]]:
+        given = ways.inputs_of(drawn, device, draw)
+        expected = _expected(reference, *given, train)
+        runs = {name: ways.runner(by_name[name], *given, train) for name in names}
+        return {name: _verdicts(_flat(run()), expected) for name, run in runs.items()}
+
+    for name, verdicts in over_draws(first, again).items():
+        if wrong := [v for v in verdicts if not v.passed and not v.unproven]:
+            failed[name] = f"less accurate than allowed: {wrong[0]}"
+    return [arm for arm in every if arm.name not in failed], failed
+
+
+def _expected(reference: Arm, arguments: Any, dy: Any, train: bool) -> list[tuple[Tensor, Tensor]]:
+    """PyTorch's results and the oracle's."""
+    doubled = tuple(to_float64(a) for a in arguments), to_float64(dy)
+    oracle = _flat(ways.runner(reference, *doubled, train)())
+    theirs = _flat(ways.runner(reference, arguments, dy, train)())
+    return list(zip(theirs, oracle, strict=True))
+
+
+def _verdicts(found: list[Tensor], expected: list[tuple[Tensor, Tensor]]) -> list[Verdict]:
+    each = enumerate(zip(found, expected, strict=True))
+    return [judge(f"result {i}", mine, *pair) for i, (mine, pair) in each]
 
 
 def _flat(result: Any) -> list[Tensor]:

@@ -88,6 +88,29 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("always", [False, True])
+def test_an_unlucky_draw_is_no_fault(always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arm that is over the limit on the first draw of inputs alone, or on all."""
+    right, first_x = arms.ours, []
+
+    def rough(y: Any, x: Any) -> Any:
+        first_x.append(x)
+        return y * (1 + 6e-7) if always or torch.equal(x, first_x[0]) else y
+
+    def unlucky(*call: Any) -> Any:
+        first, *others = right(*call)
+        yield first
+        yield replace(others[0], name="rough", call=lambda x, *c: rough(others[0].call(x, *c), x))
+
+    monkeypatch.setattr(arms, "ours", unlucky)
+    cases = space.cases("linear_act", 1, 1, "cpu", space.INFERENCE, ("float32",))
+    ((_, row, _),) = measured(cases, torch.device("cpu"), env={}, skip=("compile",), budget_s=0.0)
+    assert row is not None
+    assert ("rough" in row["failed"]) == always
+    assert ("rough" in row["arms"]) != always
+
+
+@pytest.mark.usefixtures("small")
 def test_a_case_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Any:
         raise RuntimeError("no room")

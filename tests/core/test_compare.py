@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastlinear.core.compare import (
+    DRAWS,
     Verdict,
     clear_of_kinks,
     judge,
     other_side,
+    over_draws,
+    pooled,
     relative_error,
     silent_at_kinks,
     unit_rounding,
@@ -238,3 +243,84 @@ def test_clear_of_kinks_gives_up_where_kinks_are_everywhere() -> None:
 def test_silent_at_kinks_hides_no_overflow() -> None:
     dy, exact = torch.ones(2, 2).half(), torch.full((2, 2), 1e6, dtype=torch.float64)
     assert torch.equal(silent_at_kinks(dy, exact, exact.half()), dy)
+
+
+# --------------------------------------------------------------------------------------------
+# Draws
+
+
+def lone(draw: int, errors: tuple[float, ...], names: Sequence[str]) -> dict[str, list[Verdict]]:
+    """One number each, as a gradient of one bias is: PyTorch's error and ours are of one size, or
+    ours as many times as large."""
+    generator = torch.Generator().manual_seed(draw)
+    exact, *roundings = torch.randn(2 + len(errors), generator=generator).double()
+    theirs = (exact + 1e-5 * roundings[0]).float()
+    found = {}
+    for times, rounding in zip(errors, roundings[1:], strict=True):
+        ours = (exact + 1e-5 * times * rounding).float()
+        if str(times) in names:
+            found[str(times)] = [judge("db", ours[None], theirs[None], exact[None])]
+    return found
+
+
+def test_several_draws_are_judged_as_one_result() -> None:
+    generator = torch.Generator().manual_seed(0)
+    oracle = torch.randn(5, 7, generator=generator).double()
+    oracle[2] *= 1e-3  # its errors are relative to little
+    theirs = (oracle + 1e-4 * torch.randn(5, 7, generator=generator)).float()
+    ours = (oracle + 1e-4 * torch.randn(5, 7, generator=generator)).float()
+    each = [judge("y", *three) for three in zip(ours, theirs, oracle, strict=True)]
+    whole, once = pooled(each), judge("y", ours, theirs, oracle)
+    assert whole.error == pytest.approx(once.error)
+    assert whole.torch_error == pytest.approx(once.torch_error)
+    assert whole.limit == pytest.approx(once.limit, rel=1e-2)
+    assert whole.limit <= once.limit * (1 + 1e-12)
+    assert (whole.numbers, whole.passed) == (35, True)
+    assert pooled(each[:1]) == each[0]
+    nothing = judge("y", *[torch.zeros(3)] * 2, torch.zeros(3).double())
+    wrong = judge("y", torch.ones(3), torch.zeros(3), torch.zeros(3).double())
+    assert pooled([nothing, wrong]).error == pytest.approx(3**0.5)
+
+
+def test_luck_on_one_draw_is_told_from_a_large_error() -> None:
+    """Of one number each: equal errors fail on many first draws and on none over all, errors six
+    times as large on all."""
+    alone = [lone(seed, (1.0,), ("1.0",))["1.0"][0].passed for seed in range(0, 3000, 100)]
+    assert 3 < alone.count(False) < 20
+    for seed in range(0, 3000, 100):
+        asked: list[int] = []
+
+        def again(draw: int, names: Sequence[str], seed: int = seed) -> Any:
+            asked.append(draw)  # noqa: B023 - of this seed
+            return lone(seed + draw, (1.0, 6.0), names)
+
+        first = lone(seed, (1.0, 6.0), ("1.0", "6.0"))
+        found = over_draws(first, again)
+        assert found["1.0"][0].passed
+        if not first["6.0"][0].passed:
+            assert not found["6.0"][0].passed
+            assert asked == list(range(1, len(asked) + 1))
+        if first["1.0"][0].passed and first["6.0"][0].passed:
+            assert not asked
+
+
+def test_draws_end_where_nothing_is_in_doubt() -> None:
+    exact = torch.ones(8).double()
+    right = judge("y", exact.float(), exact.float(), exact)
+    gross = judge("y", exact.float() * 1.5, exact.float(), exact)
+    shape = judge("y", torch.ones(1, 8), exact.float(), exact)
+    over = judge("y", exact.float() * (1 + 3e-7), exact.float(), exact)
+    blank = replace(right, unproven="no number is finite", error=float("inf"))
+    kinds = {"right": right, "gross": gross, "shape": shape, "over": over, "blank": blank}
+    asked: dict[str, int] = dict.fromkeys(kinds, 0)
+
+    def again(_: int, names: Sequence[str]) -> dict[str, list[Verdict]]:
+        for name in names:
+            asked[name] += 1
+        return {name: [kinds[name]] for name in names}
+
+    found = over_draws({name: [v] for name, v in kinds.items()}, again)
+    assert asked == {"right": 0, "gross": 3, "shape": 0, "over": DRAWS - 1, "blank": 0}
+    passed = [name for name, (verdict,) in found.items() if verdict.passed]
+    assert passed == ["right"]
+    assert found["blank"] == [blank]

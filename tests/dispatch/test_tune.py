@@ -46,6 +46,35 @@ def test_a_backend_that_raises_is_rejected_with_its_words(
     assert tuned.rejected == {"broken": "raised OSError: no such kernel"}
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_an_unlucky_draw_rejects_nothing(always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend over the limit on the first draw of inputs alone, or on all."""
+    first_x: list[torch.Tensor] = []
+
+    def rough(x: torch.Tensor, *rest: Any) -> Any:
+        first_x.append(x)
+        y, pre = reference.forward(x, *rest)
+        return (y * (1 + 6e-7) if always or torch.equal(x, first_x[0]) else y), pre
+
+    module = f"fastlinear_rough_{always}"  # what a backend loads is kept
+    fake = types.ModuleType(module)
+    fake.forward = rough  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module, fake)
+    known = registry.family("linear_act")
+    eager = next(b for b in known.backends if (b.piece, b.name) == ("forward", "eager"))
+    mine = registry.Backend("linear_act", "forward", "rough", f"{module}:forward", _serves)
+    fam = replace(known, backends=(eager, mine))
+    monkeypatch.setitem(registry._FAMILIES, "linear_act", fam)
+    p = problem("forward", 4, 8, 8, dtype="float32", device="cpu", precision="highest")
+    tuned = tune(p, rounds=5, save=False)
+    assert set(tuned.samples) == {"eager"} | (set() if always else {"rough"})
+    assert set(tuned.rejected) == ({"rough"} if always else set())
+
+
+def _serves(_: Any) -> None:
+    return None
+
+
 def test_a_family_says_what_its_callers_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The function is verified; the way of the callers is what the clock sees."""
     timed: list[str] = []

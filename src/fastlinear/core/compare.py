@@ -4,6 +4,11 @@ A result passes when its error against a float64 oracle is at most ``c`` times t
 PyTorch's own result in the same dtype, plus a term of a few roundings for cases in which PyTorch
 happens to be exact.
 
+On one draw of inputs both errors are samples. Where few roundings make up all of a result, as in a
+gradient of one bias, one of two equally large errors is often more than twice the other. What fails
+on one draw is therefore judged over ``DRAWS`` of them as one result, by the same rule
+(``over_draws``).
+
 Gradients behind a kink (relu, leaky_relu at 0) need one thing more. There the derivative is a set
 of numbers, and a pre-activation that is 0 but for rounding lies on one side in one correct
 implementation and on the other in the next: gradients then differ by a whole row. Nothing is
@@ -15,7 +20,8 @@ chosen so that there are no such elements (``clear_of_kinks``), or nothing comes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +30,9 @@ DEFAULT_FACTOR = 2.0
 _TINY_ROUNDINGS = 2.0  # how many unit roundings are forgiven when torch itself is exact
 # a float64 oracle adds in some order, too: torch's error against it is 0 where that is torch's own
 _TINY_ROUNDINGS_FLOAT64 = 16.0
+DRAWS = 24
+"""Draws of inputs that judge what fails on one of them."""
+_CLEAR_DRAWS, _CLEAR_TIMES = 4, 4.0  # draws, and times the limit, that leave no doubt
 _MANY_ROWS = 64  # if all of so many rows are near a kink, nearly every other row will be as well
 KINKED = frozenset({"relu", "leaky_relu"})
 """Activations whose derivative jumps at 0."""
@@ -67,6 +76,7 @@ class Verdict:
         not_finite: at how many of them PyTorch's result or the oracle's is infinite or NaN. There
             nothing is measured: they must only be the same.
         unproven: why the comparison shows nothing, such as that no number is finite; else ``""``.
+        norm: of the oracle's finite numbers, which makes errors of several draws comparable.
     """
 
     name: str
@@ -76,6 +86,7 @@ class Verdict:
     numbers: int = 0
     not_finite: int = 0
     unproven: str = ""
+    norm: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -109,7 +120,75 @@ def judge(
     there the result must equal torch's or be finite. Where no number of torch's and of the oracle
     is finite, or torch's are where the oracle's are not, the verdict is ``unproven``.
     """
-    return counted(_judged(name, actual, torch_result, oracle, factor), torch_result, oracle)
+    verdict = _judged(name, actual, torch_result, oracle, factor)
+    wide = oracle.detach().to(torch.float64)
+    norm = float(torch.linalg.vector_norm(torch.where(torch.isfinite(wide), wide, 0.0)))
+    return counted(replace(verdict, norm=norm), torch_result, oracle)
+
+
+def pooled(each: Sequence[Verdict]) -> Verdict:
+    """The verdicts of one result on several draws as one: as if all their numbers were one result.
+
+    Errors and limits count by the oracle's norms, so that a draw of small numbers decides no more
+    than it holds. The first verdict stands where it shows nothing; later ones that do are left out.
+    """
+    first = each[0]
+    if first.unproven:
+        return first
+    each = [v for v in each if not v.unproven]
+    whole = math.hypot(*(v.norm for v in each))
+
+    def together(values: Iterable[float]) -> float:
+        # an all-zero oracle leaves errors as they are
+        found = math.hypot(*(x * (v.norm or 1.0) for x, v in zip(values, each, strict=True)))
+        return found / whole if whole > 0 else found
+
+    return replace(
+        first,
+        error=together(v.error for v in each),
+        torch_error=together(v.torch_error for v in each),
+        limit=together(v.limit for v in each),
+        numbers=sum(v.numbers for v in each),
+        not_finite=sum(v.not_finite for v in each),
+        norm=whole,
+    )
+
+
+def over_draws(
+    first: Mapping[str, Sequence[Verdict]],
+    again: Callable[[int, Sequence[str]], Mapping[str, Sequence[Verdict]]],
+) -> dict[str, list[Verdict]]:
+    """Verdicts of several contenders; of one that fails on the first draw, those over ``DRAWS``.
+
+    The first draw counts with the others. A contender is judged no further once its error leaves no
+    doubt: infinite, or over a few draws several times the limit.
+
+    Args:
+        first: contender → its verdicts on the first draw, one for each result.
+        again: (which draw, from 1 on, the contenders to judge) → their verdicts on that draw.
+    """
+    found = {name: [[v] for v in verdicts] for name, verdicts in first.items()}
+    for draw in range(1, DRAWS):
+        names = [name for name, columns in found.items() if _in_doubt(columns, draw)]
+        if not names:
+            break
+        for name, verdicts in again(draw, names).items():
+            for column, verdict in zip(found[name], verdicts, strict=True):
+                column.append(verdict)
+    return {name: [pooled(column) for column in columns] for name, columns in found.items()}
+
+
+def _in_doubt(columns: Sequence[Sequence[Verdict]], draws: int) -> bool:
+    """Whether more draws are to judge a contender that has been judged on so many."""
+    if any(len(column) < draws for column in columns):
+        return False  # it was left before
+    if all(column[0].passed or column[0].unproven for column in columns):
+        return False
+    whole = [v for v in map(pooled, columns) if not v.unproven]
+    if any(v.error == float("inf") for v in whole):
+        return False
+    clear = draws >= _CLEAR_DRAWS
+    return not (clear and any(v.error > _CLEAR_TIMES * v.limit for v in whole))
 
 
 def counted(verdict: Verdict, torch_result: torch.Tensor, oracle: torch.Tensor) -> Verdict:

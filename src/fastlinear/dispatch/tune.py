@@ -8,13 +8,13 @@ only beyond the noise of the paired measurement.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fastlinear.core.compare import Verdict, judge
+from fastlinear.core.compare import Verdict, judge, over_draws
 from fastlinear.core.device import device_facts
 from fastlinear.core.interrupts import restored
 from fastlinear.core.problem import Problem
@@ -92,14 +92,9 @@ def tune(
         sets = [fam.make_inputs(problem, where, seed)]
         more = range(1, input_sets(problem, sets[0]))
         sets += [fam.make_inputs(problem, where, seed + i) for i in more]
-        survivors = []
-        expected = expected_of(problem, sets[0])
-        for backend in able:
-            why = _fault(backend, problem, sets[0], expected)
-            if why is None:
-                survivors.append(backend)
-            else:
-                rejected[backend.name] = why
+        faults = _faults(able, problem, where, seed, sets[0])
+        rejected |= faults
+        survivors = [backend for backend in able if backend.name not in faults]
         arms = {b.name: rotating(timed(b, problem), sets) for b in survivors}
         samples = interleave(arms, device=where, metric=metric, rounds=rounds, budget_s=budget_s)
     best, speedups = winner(samples)
@@ -128,18 +123,38 @@ def expected_of(problem: Problem, inputs: tuple[Any, ...]) -> Expected:
     return Expected(_flat(reference(problem, inputs)), _flat(oracle))
 
 
-def _fault(
-    backend: Backend, problem: Problem, inputs: tuple[Any, ...], expected: Expected
-) -> str | None:
-    """Why a backend that claims to serve the Problem cannot take part, or None."""
-    try:
-        verdicts = verify(backend, problem, inputs, expected)
-    except Exception as error:
-        if backend.name == BASELINE:
-            raise
-        return f"raised {type(error).__name__}: {str(error).strip()[:300]}"
-    failed = [v for v in verdicts if not v.passed]
-    return f"less accurate than allowed: {failed[0]}" if failed else None
+def _faults(
+    able: Sequence[Backend],
+    problem: Problem,
+    where: torch.device,
+    seed: int,
+    inputs: tuple[Any, ...],
+) -> dict[str, str]:
+    """Why backends that claim to serve the Problem cannot take part, by name.
+
+    What is less accurate than allowed on one draw of inputs is judged over more of them.
+    """
+    faults: dict[str, str] = {}
+    first: dict[str, list[Verdict]] = {}
+    expected = expected_of(problem, inputs)
+    for backend in able:
+        try:
+            first[backend.name] = verify(backend, problem, inputs, expected)
+        except Exception as error:
+            if backend.name == BASELINE:
+                raise
+            faults[backend.name] = f"raised {type(error).__name__}: {str(error).strip()[:300]}"
+    by_name = {backend.name: backend for backend in able}
+
+    def again(draw: int, names: Sequence[str]) -> Mapping[str, Sequence[Verdict]]:
+        other = family(problem.family).make_inputs(problem, where, seed + draw)
+        expected = expected_of(problem, other)
+        return {name: verify(by_name[name], problem, other, expected) for name in names}
+
+    for name, verdicts in over_draws(first, again).items():
+        if failed := [v for v in verdicts if not v.passed]:
+            faults[name] = f"less accurate than allowed: {failed[0]}"
+    return faults
 
 
 def verify(
