@@ -32,7 +32,7 @@ _TINY_ROUNDINGS = 2.0  # how many unit roundings are forgiven when torch itself 
 _TINY_ROUNDINGS_FLOAT64 = 16.0
 DRAWS = 24
 """Draws of inputs that judge what fails on one of them."""
-_CLEAR_DRAWS, _CLEAR_TIMES = 4, 4.0  # draws, and times the limit, that leave no doubt
+_CLEAR_DRAWS, _CLEAR_TIMES = 8, 2.0  # draws, and times over or under the limit, that end doubts
 _MANY_ROWS = 64  # if all of so many rows are near a kink, nearly every other row will be as well
 KINKED = frozenset({"relu", "leaky_relu"})
 """Activations whose derivative jumps at 0."""
@@ -160,8 +160,8 @@ def over_draws(
 ) -> dict[str, list[Verdict]]:
     """Verdicts of several contenders; of one that fails on the first draw, those over ``DRAWS``.
 
-    The first draw counts with the others. A contender is judged no further once its error leaves no
-    doubt: infinite, or over a few draws several times the limit.
+    The first draw counts with the others. A contender is judged no further once its errors leave no
+    doubt: infinite, or over some draws far from the limit.
 
     Args:
         first: contender → its verdicts on the first draw, one for each result.
@@ -187,8 +187,9 @@ def _in_doubt(columns: Sequence[Sequence[Verdict]], draws: int) -> bool:
     whole = [v for v in map(pooled, columns) if not v.unproven]
     if any(v.error == float("inf") for v in whole):
         return False
-    clear = draws >= _CLEAR_DRAWS
-    return not (clear and any(v.error > _CLEAR_TIMES * v.limit for v in whole))
+    over = any(v.error > _CLEAR_TIMES * v.limit for v in whole)
+    under = all(_CLEAR_TIMES * v.error <= v.limit for v in whole)
+    return draws < _CLEAR_DRAWS or not (over or under)
 
 
 def counted(verdict: Verdict, torch_result: torch.Tensor, oracle: torch.Tensor) -> Verdict:
