@@ -124,6 +124,18 @@ def test_sums_do_not_depend_on_threads() -> None:
             assert torch.equal(a, b)  # type: ignore[arg-type]
 
 
+@needs_onednn
+def test_interleaved_weights_are_multiplied_as_dense_ones() -> None:
+    """Every second row of a weight has gaps between: sums of all products in a row, before."""
+    x, stacked, down = torch.randn(18, 872), torch.randn(20, 872), torch.randn(96, 10)
+    together = onednn.forward(
+        x, Weights(stacked, None, down), NO_BIASES, "gelu_tanh", "interleaved", False
+    )
+    gate, up = (stacked[i::2].contiguous() for i in (0, 1))
+    apart = onednn.forward(x, Weights(gate, up, down), NO_BIASES, "gelu_tanh", "apart", False)
+    assert torch.equal(together[0], apart[0])
+
+
 @needs_cpp
 def test_the_callers_gradient_is_not_overwritten() -> None:
     """Without a down projection dy is dh, and belongs to the caller."""

@@ -74,14 +74,14 @@ def backward(
 def _inference(x: Tensor, weights: Weights, biases: Biases, activation: str, order: str) -> Tensor:
     x = products.plain(x)  # of other strides oneDNN multiplies number by number
     (gate, up), (gate_bias, up_bias) = split_weights(weights, order), split_biases(biases, order)
-    opened = products.product(x, products.plain(gate), gate_bias, activation, False)[0]
+    opened = products.product(x, products.dense(gate), gate_bias, activation, False)[0]
     bias = None if up_bias is None else up_bias.contiguous()
     multiply = torch.ops.mkldnn._linear_pointwise.binary
-    h: Tensor = multiply(x, opened, products.plain(up), bias, "mul")
+    h: Tensor = multiply(x, opened, products.dense(up), bias, "mul")
     del opened
     if weights.down is None:
         return h
-    return products.product(h, products.plain(weights.down), biases.down, "none", False)[0]
+    return products.product(h, products.dense(weights.down), biases.down, "none", False)[0]
 
 
 def _pre_activations(x: Tensor, weights: Weights, biases: Biases) -> Pre:
@@ -94,7 +94,7 @@ def _pre_activations(x: Tensor, weights: Weights, biases: Biases) -> Pre:
 
 def _accumulated(dpre: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
     """dx + dpre W, in the product's epilogue."""
-    w = products.plain(weight).t()
+    w = products.dense(weight).t()
     found: Tensor = torch.ops.mkldnn._linear_pointwise.binary(dpre, dx, w, None, "add")
     return found
 

@@ -47,18 +47,18 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None]:
     """act(x Wᵀ + b): x (M, K), weight (N, K), bias (N,) → (y (M, N), pre or None)."""
-    return product(x, plain(weight), bias, activation, save_pre)
+    return product(x, dense(weight), bias, activation, save_pre)
 
 
 def grad_input(dpre: Tensor, weight: Tensor) -> Tensor:
     """dx (M, K) = dpre (M, N) @ weight (N, K)."""
-    dx: Tensor = torch.ops.mkldnn._linear_pointwise(dpre, plain(weight).t(), None, "none", [], "")
+    dx: Tensor = torch.ops.mkldnn._linear_pointwise(dpre, dense(weight).t(), None, "none", [], "")
     return dx
 
 
 def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
     """dW (N, K) = dpreᵀ (N, M) @ x (M, K)."""
-    dw: Tensor = torch.ops.mkldnn._linear_pointwise(dpre.t(), plain(x).t(), None, "none", [], "")
+    dw: Tensor = torch.ops.mkldnn._linear_pointwise(dpre.t(), dense(x).t(), None, "none", [], "")
     return dw
 
 
@@ -71,6 +71,16 @@ def plain(matrix: Tensor) -> Tensor:
     return matrix.contiguous()
 
 
+def dense(matrix: Tensor) -> Tensor:
+    """The matrix itself where oneDNN multiplies by it in blocks, else a contiguous copy.
+
+    A second factor whose rows or columns lie apart takes it a hundred times as long, number by
+    number, and each sum is then one of all products in a row.
+    """
+    whole = matrix.is_contiguous() or matrix.t().is_contiguous()
+    return matrix if whole else matrix.contiguous()
+
+
 def is_post_op(activation: str) -> bool:
     """Whether oneDNN's product computes the activation in its epilogue, in inference."""
     return activation in _POST_OPS  # without relu: see product
@@ -79,7 +89,7 @@ def is_post_op(activation: str) -> bool:
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``forward``, for a weight that is ``plain``."""
+    """As ``forward``, for a weight that is ``dense``."""
     if bias is not None:
         bias = bias.contiguous()  # oneDNN reads N numbers in a row whatever the stride
     if activation == "relu" and not save_pre:
