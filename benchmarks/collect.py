@@ -10,7 +10,7 @@ import multiprocessing
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from fastlinear.dispatch import prices
 
 _LIMIT = drawn.Limit(3e11, 1 << 30)
 _SHARE = 1.4  # of the memory, of all processes together: few need theirs at once
+_GRACE_S = 10.0
 _WAYS_S = 0.3  # of the time, for whole calls, in one process when the others are done
 Row = dict[str, Any]
 
@@ -53,15 +54,23 @@ def collect(
         for process in running:
             process.start()
         for process in running:
-            process.join()
+            process.join(max(0.0, end + _GRACE_S - time.time()))
+            process.terminate()  # one that compiles still
         pieces = [
             json.loads(line)
             for file in sorted(Path(folder).glob("*.jsonl"))
             for line in file.read_text().splitlines()
+            if line.endswith("}")
         ]
-    whole = list(_whole(families, seed, time.time() + seconds * _WAYS_S))
-    out.write_text("".join(json.dumps(row) + "\n" for row in (header, *pieces, *whole)))
-    return len(pieces), len(whole)
+    written = 0
+    with out.open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in (header, *pieces))
+        file.flush()  # a run that is cut leaves what it has
+        for row in _whole(families, seed, time.time() + seconds * _WAYS_S):
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            written += 1
+    return len(pieces), written
 
 
 def _pieces(
@@ -89,14 +98,12 @@ def _pieces(
                     torch.cuda.empty_cache()
 
 
-def _whole(families: Sequence[str], seed: int, end: float) -> list[Row]:
+def _whole(families: Sequence[str], seed: int, end: float) -> Iterator[Row]:
     ways.wait()
-    found: list[Row] = []
     for index in count():
         for name in families:
             for mode in (drawn.INFERENCE, drawn.TRAINING):
                 if time.time() > end:
-                    return found
+                    return
                 case = drawn.case(name, seed, index, "cuda", mode, limit=_LIMIT)
-                found.append(measure.measure_ways(case, torch.device("cuda")))
-    raise AssertionError("the cases have no end")
+                yield measure.measure_ways(case, torch.device("cuda"))
