@@ -41,6 +41,12 @@ def drawn(
     skip: Annotated[
         list[str] | None, typer.Option(help="Leave a peer out: compile takes long to prepare.")
     ] = None,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant", help="Time calls whose rows do not depend on each other, too."
+        ),
+    ] = False,
     rounds: Annotated[int, typer.Option(min=5, help="Interleaved rounds.")] = 9,
     budget: Annotated[
         float | None,
@@ -82,9 +88,8 @@ def drawn(
     if out is not None:
         opened(out, "w").close()
     with progress_bar(quiet=quiet) as progress:
-        found = measured(
-            picked, place, env=env, skip=skip or (), rounds=rounds, most_seconds=budget
-        )
+        how: dict[str, Any] = {"skip": skip or (), "rounds": rounds, "invariant": batch_invariant}
+        found = measured(picked, place, env=env, most_seconds=budget, **how)
         for done, (case, row, why) in enumerate(found, 1):
             if row is None:
                 unmeasured.append((case.problem.describe(), why))
@@ -119,6 +124,9 @@ def _show(rows: list[dict[str, Any]]) -> None:
         groups.setdefault(f"{row['family']}, {mode}", []).append(row)
     table("drawn cases", report.SUMMARY, [report.account(n, some) for n, some in groups.items()])
     say(report.LEGEND)
+    told = [report.invariant(n, some) for n, some in groups.items()]
+    if costs := [line for line in told if line is not None]:
+        table("what batch-invariant calls cost", report.INVARIANT, costs)
     worst = report.worst(rows)
     table("the cases that lose most", report.COLUMNS, report.lines(worst))
     for o in worst:

@@ -16,6 +16,8 @@ from fastlinear.calibration import ways
 from fastlinear.calibration.drawn import Drawn
 from fastlinear.calibration.ways import COMPILE, EAGER, OURS, Arm
 from fastlinear.core.compare import Verdict, judge, over_draws
+from fastlinear.core.errors import FastlinearError
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.core.timing import Samples, interleave
 from fastlinear.dispatch.tune import input_sets, rotating, to_float64
 
@@ -28,6 +30,7 @@ def measure(
     *,
     env: Mapping[str, Any],
     skip: Sequence[str] = (),
+    invariant: bool = False,
     rounds: int = 9,
     budget_s: float = 1.0,
 ) -> Row:
@@ -37,6 +40,7 @@ def measure(
         device: where to run; of the case's type.
         env: what the row says about the machine.
         skip: peers to leave out, by name.
+        invariant: whether to time the call whose rows do not depend on each other, too.
         rounds, budget_s: limits of the interleaved measurement.
     """
     p = drawn.problem
@@ -46,7 +50,7 @@ def measure(
     sets = [(arguments, dy), *(ways.inputs_of(drawn, device, turn) for turn in more)]
     metric = "device" if p.captured else "wall"
     with nullcontext() if train else torch.no_grad():
-        taking, failed = _sound(drawn, device, arguments, dy, skip)
+        taking, failed = _sound(drawn, device, arguments, dy, skip, invariant)
         runs = {}
         for arm in taking:
             each = [(ways.runner(arm, *one, train),) for one in sets]
@@ -79,13 +83,23 @@ def _timed(arm: Arm, samples: Samples) -> dict[str, Any]:
 
 
 def _sound(
-    drawn: Drawn, device: torch.device, arguments: Any, dy: Any, skip: Sequence[str]
+    drawn: Drawn,
+    device: torch.device,
+    arguments: Any,
+    dy: Any,
+    skip: Sequence[str],
+    invariant: bool = False,
 ) -> tuple[list[Arm], dict[str, str]]:
     """The arms that run and are right, and why the others take no part."""
     train, failed = drawn.problem.needs_grad, {}
     reference = Arm(EAGER, next(ways.peers(drawn, arguments, (COMPILE,))).call, {})
     expected = _expected(reference, arguments, dy, train)
     every = [*ways.ours(drawn, arguments), *ways.peers(drawn, arguments, skip)]
+    if invariant:
+        try:
+            every.append(ways.batch_invariant(drawn, arguments))
+        except FastlinearError as error:
+            failed[BATCH_INVARIANT] = f"{type(error).__name__}: {str(error).strip()[:200]}"
     first: dict[str, list[Verdict]] = {}
     for arm in every:
         try:

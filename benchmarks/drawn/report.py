@@ -11,6 +11,7 @@ import numpy as np
 
 from fastlinear.calibration.ways import EAGER, OURS
 from fastlinear.core.problem import Problem
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.core.timing import Ratio, Samples, paired_ratio
 
 NOISE = 0.02
@@ -24,6 +25,7 @@ LEGEND = (
     "regret: time of our choice over that of the best of ours, 1 within noise: geometric mean,\n"
     "95th percentile, worst. slower: cases, beyond noise and 2%. speed-ups: geometric means.\n"
 )
+INVARIANT = ("batch-invariant calls", ">cases", ">time over our choice's", ">95%", ">over eager's")
 COLUMNS = ("case", ">regret", ">of eager", ">of best peer", "best of ours", "best peer")
 
 
@@ -60,7 +62,8 @@ def outcome(row: Mapping[str, Any]) -> Outcome:
     mine = [name for name, arm in arms.items() if arm["took"]]
     best = min(mine, key=lambda name: samples[name].median_us)
     over = paired_ratio(own, samples[best])
-    peer = min((n for n in arms if n not in mine), key=lambda name: samples[name].median_us)
+    others = (name for name in arms if name not in (*mine, BATCH_INVARIANT))
+    peer = min(others, key=lambda name: samples[name].median_us)
     return Outcome(
         Problem.from_json(row["problem"]),
         max(1.0, over.median) if over.low > 1.0 else 1.0,
@@ -131,6 +134,21 @@ def histogram(rows: Sequence[Mapping[str, Any]], width: int = 40) -> list[tuple[
         (name, str(count), "█" * math.ceil(width * count / most))
         for name, count in zip(names, counts, strict=True)
     ]
+
+
+def invariant(name: str, rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...] | None:
+    """What calls cost whose rows do not depend on each other, as a line under ``INVARIANT``; None
+    where nobody measured them."""
+    each = [row["arms"] for row in rows if BATCH_INVARIANT in row["arms"]]
+    if not each:
+        return None
+
+    def over(arm: str) -> list[float]:
+        return [arms[BATCH_INVARIANT]["us"] / arms[arm]["us"] for arms in each]
+
+    own, eager = over(OURS), over(EAGER)
+    told = _geomean(own), float(np.quantile(own, 0.95)), _geomean(eager)
+    return (name, str(len(each)), *(f"{ratio:.2f}" for ratio in told))
 
 
 def _slower(ratio: Ratio) -> bool:

@@ -71,6 +71,31 @@ def test_all_ways_of_ours_are_measured_once(name: str, mode: str) -> None:
 
 
 @pytest.mark.usefixtures("small")
+def test_what_batch_invariant_calls_cost_is_told_apart() -> None:
+    """They are no choice of ours, and no peer: neither regret nor losses count them."""
+    picked = [
+        space.cases(name, 1, 1, "cpu", m, ("float32",))[0]
+        for name in space.FAMILIES
+        for m in _MODES
+    ]
+    how: dict[str, Any] = {"skip": ("compile",), "budget_s": 0.0}
+    rows = [
+        row for _, row, _ in measured(picked, torch.device("cpu"), env={}, **how, invariant=True)
+    ]
+    for row in rows:
+        assert row is not None
+        assert row["failed"] == {}
+        assert not row["arms"]["batch_invariant"]["took"]
+    fast = _row(own=2.0, eager=4.0, batch_invariant=1.0)
+    assert report.outcome(fast).peer == "eager"
+    assert report.outcome(fast).best == "fastlinear"
+    slow = _row(own=2.0, eager=4.0, batch_invariant=8.0)
+    told = report.invariant("layers", [fast, slow, _row(own=1.0, eager=1.0)])
+    assert told == ("layers", "2", "1.41", "3.82", "0.71")
+    assert report.invariant("layers", [_row(own=1.0, eager=1.0)]) is None
+
+
+@pytest.mark.usefixtures("small")
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = arms.ours
 

@@ -71,6 +71,11 @@ def calls(draw: Callable[..., Tensor], device: str, dtype: torch.dtype) -> Itera
         turned = w.t().contiguous().t()
         yield f"linear_act {k} {n} turned", lambda x, w=turned: fl.linear_act(x, w), x
     w, b = t(333), t(333)
+    yield (
+        "diagonal_linear turned",
+        lambda x: fl.diagonal_linear(x.t().contiguous().t(), w),
+        t(ROWS, 333),
+    )
     for act in ("none", "gelu", "mish"):
         yield (
             f"diagonal_linear {act}",

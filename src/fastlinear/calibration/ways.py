@@ -18,6 +18,7 @@ from torch import Tensor
 from fastlinear.calibration.drawn import Drawn
 from fastlinear.core.errors import FastlinearError
 from fastlinear.core.problem import Problem
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.dispatch.backend import family, home
 from fastlinear.dispatch.select import Choice, select
 from fastlinear.dispatch.steps import STEP
@@ -87,6 +88,13 @@ def ours(drawn: Drawn, arguments: Arguments) -> Iterator[Arm]:
         ways.insert(0, ({}, pieces))
     for i, (change, changed) in enumerate(ways):
         yield _assigned(front, i, changed, change)
+
+
+def batch_invariant(drawn: Drawn, arguments: Arguments) -> Arm:
+    """The call by the backend whose rows do not depend on each other."""
+    front = front_of(drawn.problem.family)
+    front.spec.choices(posed(drawn, arguments), BATCH_INVARIANT, (*arguments, BATCH_INVARIANT))
+    return Arm(BATCH_INVARIANT, _forced(front, BATCH_INVARIANT), {})
 
 
 def peers(drawn: Drawn, arguments: Arguments, skip: Sequence[str]) -> Iterator[Arm]:

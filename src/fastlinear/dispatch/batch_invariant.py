@@ -17,8 +17,7 @@ def batch_invariant(enabled: bool = True) -> None:
     CPUs and CUDA devices of compute capability 8.0 and later. PyTorch's own layers stay as they
     are. The variable ``FASTLINEAR_BATCH_INVARIANT=1`` says the same from outside.
 
-    What cannot be had so raises UnsupportedError, which says why. What it costs is in the table
-    "Batch-invariant calls" of the results.
+    Calls that cannot be served so raise UnsupportedError, which says why.
 
     Args:
         enabled: False leaves choices to predictions again.
