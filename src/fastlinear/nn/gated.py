@@ -14,16 +14,15 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
 from fastlinear.families.gated.op import call
-from fastlinear.families.gated.stacking import STACKED, Biases, Weights, split_pre
+from fastlinear.families.gated.stacking import STACKED, split_pre
 from fastlinear.families.gated.validation import OTHER_GATE
 from fastlinear.nn.arguments import check_made
 from fastlinear.nn.recognised import (
     PLAIN,
     Gated,
-    are_plain,
     is_hooked,
+    plain_weights,
     recognised,
-    weights_of,
 )
 
 _NAME = "fastlinear.nn.GatedMLP"
@@ -125,22 +124,21 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) → (..., N)."""
         gated = self.gated
-        if not are_plain(self, gated):
+        found = plain_weights(self, gated)
+        if found is None:
             return self._by_layers(x)
-        weights, biases = weights_of(self, gated)
+        weights, biases = found
         options = gated.activation, gated.order, self.recompute, self.backend
-        down = weights.down
-        dropping = self.training and gated.dropout > 0.0
+        gate, up, down = weights
+        dropping = gated.dropout and self.training
         if down is None:
             return call(x, weights, biases, *options, "gated_linear")
-        dtype = down.dtype
-        if not dropping and dtype == weights.gate.dtype:
+        if not dropping and down.dtype == gate.dtype:
             return call(x, weights, biases, *options)
-        inner = Weights(weights.gate, weights.up, None)
-        h = call(x, inner, Biases(biases.gate, biases.up, None), *options, "gated_linear")
+        h = call(x, (gate, up, None), (*biases[:2], None), *options, "gated_linear")
         if dropping:
             h = F.dropout(h, gated.dropout, True)
-        return F.linear(h.to(dtype), down, biases.down)
+        return F.linear(h.to(down.dtype), down, biases[2])
 
     def _by_layers(self, x: Tensor) -> Tensor:
         """The same by calls of the layers, which do more than nn.Linear does."""

@@ -93,16 +93,22 @@ def weights_of(module: nn.Module, gated: Gated) -> tuple[Weights, Biases]:
     return Weights(gate, up, down), Biases(gate_bias, up_bias, down_bias)
 
 
-def are_plain(module: nn.Module, gated: Gated) -> bool:
-    """Whether the layers of a recognised module do what plain linear layers do, and nothing else:
-    an adapter may have been put in the place of one, or hooks on it."""
-    held = module._modules
+def plain_weights(module: nn.Module, gated: Gated) -> tuple[Any, Any] | None:
+    """The same of a module whose layers do what plain linear layers do, and nothing else, as
+    tuples; None where an adapter was put in the place of one, or hooks on it."""
+    held, weights, biases = module._modules, [], []
     for name in (gated.gate, gated.up, gated.down):
-        if name is not None:
-            layer = held.get(name)  # None, or gone, where the caller has put nothing in its place
-            if type(layer) not in PLAIN or _hooked(layer):  # type: ignore[arg-type]
-                return False
-    return True
+        if name is None:
+            weights.append(None)
+            biases.append(None)
+            continue
+        layer = held.get(name)  # None, or gone, where the caller has put nothing in its place
+        if type(layer) not in PLAIN or _hooked(layer):  # type: ignore[arg-type]
+            return None
+        parameters = layer._parameters  # type: ignore[union-attr]
+        weights.append(parameters["weight"])
+        biases.append(parameters["bias"])
+    return tuple(weights), tuple(biases)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -111,10 +117,11 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
+    own = module.__dict__  # asked at every call
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
     )

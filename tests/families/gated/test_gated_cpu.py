@@ -16,9 +16,10 @@ from fastlinear.activations.reference import NAMES as ACTIVATIONS
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.compare import judge
 from fastlinear.dispatch.backend import family
+from fastlinear.dispatch.select import select
 from fastlinear.families.gated import reference
 from fastlinear.families.gated.cpu import gate as cpp_gate
-from fastlinear.families.gated.cpu import onednn
+from fastlinear.families.gated.cpu import gemm, onednn
 from fastlinear.families.gated.problem import problem
 from fastlinear.families.gated.stacking import NO_BIASES, ORDERS, Biases, Pre, Weights
 
@@ -264,3 +265,14 @@ def test_autocast_at_size() -> None:
     for a, t in zip(ours, theirs, strict=True):
         assert a.dtype is torch.float32
         assert float((a - t).norm() / t.norm()) < 1e-2
+
+
+def test_deep_float32_layers_are_not_left_to_onednn() -> None:
+    """It is over twice as inexact as PyTorch there; who names it gets it."""
+    for size, avoided in ((2048, True), (1024, False)):
+        p = problem("forward", 64, size, size, size, dtype="float32", device="cpu")
+        if gemm.reason_not(p) is not None:
+            pytest.skip("needs a C++ compiler")
+        why = dict(select(p, ready=False).passed_over).get("onednn", "chosen")
+        assert ("less exact" in why) == avoided
+        assert select(p, "onednn", ready=False).backend.name == "onednn"

@@ -126,15 +126,16 @@ def gated_mlp(
 
 def call(
     x: Tensor,
-    weights: Weights,
-    biases: Biases,
+    weights: tuple[Any, Any, Any],
+    biases: tuple[Any, Any, Any],
     activation: str,
     order: str,
     recompute: int | None,
     backend: str | None,
     function: str = "gated_mlp",
 ) -> Tensor:
-    """Both functions with positional arguments: the entry of ``nn.GatedMLP``."""
+    """Both functions with positional arguments, of the gate, up and down projection each: the
+    entry of ``nn.GatedMLP``."""
     level = None if recompute is None else level_of(recompute, function)
     y: Tensor = FRONT.call(x, weights[:], biases[:], function, activation, order, level, backend)
     return y
