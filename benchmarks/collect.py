@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import sys
 import tempfile
 import time
 import warnings
@@ -21,6 +22,7 @@ from filelock import FileLock
 from fastlinear.calibration import drawn, measure, ways
 from fastlinear.core.device import device_facts
 from fastlinear.core.environment import environment
+from fastlinear.core.errors import UnsupportedError
 from fastlinear.dispatch import prices
 
 _LIMIT = drawn.Limit(3e11, 1 << 30)
@@ -40,6 +42,13 @@ def collect(
         seconds: about how long to measure.
         jobs: processes.
     """
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "benchmarks collect",
+            "a CUDA device",
+            "none that torch sees",
+            "`fastlinear calibrate --rows FILE` measures a CPU.",
+        )
     place, end = torch.device("cuda"), time.time() + seconds * (1 - _WAYS_S)
     jobs = max(jobs, torch.cuda.device_count())
     header = {
@@ -92,8 +101,8 @@ def _pieces(
                     try:
                         for row in measure.measure_pieces(case, place):
                             file.write(json.dumps(row) + "\n")
-                    except torch.OutOfMemoryError:
-                        pass  # the others have it
+                    except Exception as error:  # noqa: BLE001 - the other cases go on
+                        print(f"{case.problem.describe()}: {error}", file=sys.stderr)
                     file.flush()
                     torch.cuda.empty_cache()
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastlinear as fl
+from fastlinear.calibration import ways
 from fastlinear.core import settings
-from fastlinear.core.errors import FastlinearError, InputError, UnsupportedError
+from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.settings import BATCH_INVARIANT
-from fastlinear.dispatch import cache
+from fastlinear.dispatch import cache, first_use
 from fastlinear.dispatch.backend import families
+from fastlinear.families.linear import spec as linear_spec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -201,14 +205,159 @@ def test_the_environment_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_be_had_is_refused(draw: Callable[..., Tensor]) -> None:
-    """Never silently by something else."""
+    """Never silently by something else, and with a remedy that works."""
     x, w = draw(5, 8), draw(4, 8)
     with pytest.raises(InputError, match="batch_invariant: expected enabled"):
         fl.batch_invariant(1)  # type: ignore[arg-type]
     fl.batch_invariant()
-    with pytest.raises(UnsupportedError, match="float64"):
+    refused = partial(pytest.raises, UnsupportedError, match=r"batch_invariant\(False\)")
+    with refused():
         fl.linear_act(x.double(), w.double())
-    with pytest.raises(FastlinearError, match="linear_act"):
+    with refused():
         torch.func.vmap(lambda row: fl.linear_act(row, w))(x)
-    with pytest.raises(FastlinearError, match="linear_act"):
+    with refused():
         torch.func.jvp(lambda x: fl.linear_act(x, w), (x,), (x,))
+    with refused():
+        fl.linear_act(draw(5, 0), draw(4, 0), draw(4), activation="silu")
+    with refused():
+        fl.mlp(draw(5, 3), [draw(0, 3), draw(2, 0)], [draw(0), draw(2)])
+    with refused():
+        make_fx(lambda x: fl.linear_act(x, w))(x)
+    assert fl.linear_act(draw(0, 8), w).shape == (0, 4)
+    double = draw(3, 8, 8).double()
+    with pytest.raises(UnsupportedError, match="grouped_linear"):
+        fl.grouped_linear(draw(5, 8).double(), double, layout="... k")
+
+
+def test_plans_made_before_are_made_anew(draw: Callable[..., Tensor]) -> None:
+    """As often as the setting changes, in plain calls and in compiled ones."""
+    x, w, b = draw(300, 257), draw(64, 257), draw(64)
+    compiled = torch.compile(lambda x: fl.linear_act(x, w, b), backend="eager")
+    with torch.no_grad():
+        named = fl.linear_act(x, w, b, backend=BATCH_INVARIANT)
+        own = torch.nn.functional.linear(x, w, b)
+        assert not torch.equal(named, own)
+        for enabled in (False, True, False, True):
+            fl.batch_invariant(enabled)
+            for call in (lambda x: fl.linear_act(x, w, b, activation="none"), compiled):
+                for m in (1, 3, 300):
+                    assert torch.equal(call(x[:m]), named[:m]) or not enabled
+            told = fl.explain(x, w, b).choices[0].backend.name
+            assert (told == BATCH_INVARIANT) == enabled
+
+
+def test_a_choice_begun_before_the_setting_changed_is_not_kept(
+    draw: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another thread changes it while this one compiles or measures."""
+    x, w = draw(300, 257), draw(64, 257)
+    resolve = linear_spec.FRONT._resolved
+
+    def slow(*call: Any) -> Any:
+        found = resolve(*call)
+        fl.batch_invariant()
+        return found
+
+    with torch.no_grad():
+        monkeypatch.setattr(linear_spec.FRONT, "_resolved", slow)
+        fl.linear_act(x, w)
+        monkeypatch.undo()
+        expected = fl.linear_act(x, w, backend=BATCH_INVARIANT)
+        for _ in range(4):
+            assert torch.equal(fl.linear_act(x, w), expected)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_modules_compute_every_product_so(draw: Callable[..., Tensor], named: bool) -> None:
+    """Also behind a dropout or in another dtype; layers with hooks are refused."""
+    backend = BATCH_INVARIANT if named else None
+    x = draw(300, 257)
+
+    def made(**how: Any) -> fl.nn.GatedMLP:
+        return fl.nn.GatedMLP(257, 130, backend=backend, **how)
+
+    if not named:
+        fl.batch_invariant()
+    plain, dropping, mixed = made(), made(dropout=1e-9), made().bfloat16()
+    mixed.down_proj.float()
+    with torch.no_grad():
+        assert depends_on_rows(plain, x) == []
+        assert depends_on_rows(dropping, x) == []
+        assert depends_on_rows(mixed, x.bfloat16()) == []
+    plain.gate_proj.register_forward_hook(lambda *_: None)
+    chain = fl.nn.MLP([257, 130, 50], activation="silu", backend=backend)
+    next(iter(chain.children())).register_forward_hook(lambda *_: None)
+    for hooked in (plain, chain):
+        with pytest.raises(UnsupportedError, match="hooks"):
+            hooked(x)
+
+
+def test_threads_change_nothing(draw: Callable[..., Tensor]) -> None:
+    x, w, b = draw(999, 257), draw(130, 257), draw(130)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(fl.linear_act(x, w, b, activation="gelu", backend=BATCH_INVARIANT))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_sizes_of_ragged_rows_are_read_at_every_call(draw: Callable[..., Tensor]) -> None:
+    """And those of the forward hold for its backward."""
+    x, w = draw(9, 6), draw(2, 4, 6)
+    for a in (4, 2, 7, 5, 3):
+        sizes = torch.tensor([a, 9 - a])
+        y = fl.ragged_linear(x, w, sizes, backend=BATCH_INVARIANT)
+        expected = torch.cat([x[:a] @ w[0].t(), x[a:] @ w[1].t()])
+        torch.testing.assert_close(y, expected)
+    given, sizes = x.clone().requires_grad_(), torch.tensor([4, 5])
+    y = fl.ragged_linear(given, w, sizes, backend=BATCH_INVARIANT)
+    sizes[0] = 1
+    y.sum().backward()
+    assert given.grad is not None
+    torch.testing.assert_close(given.grad[:4], w[0].sum(0).expand(4, 6))
+
+
+def test_compiled_lists_take_it_too(draw: Callable[..., Tensor]) -> None:
+    xs, ws = [draw(300, 257), draw(40, 33)], [draw(64, 257), draw(8, 33)]
+    fl.batch_invariant()
+
+    def groups(xs: list[Tensor]) -> list[Tensor]:
+        return fl.unequal_linear(xs, ws)
+
+    compiled = torch.compile(groups, backend="eager")
+    with torch.no_grad():
+        for mine, plain in zip(compiled(xs), groups(xs), strict=True):
+            assert torch.equal(mine, plain)
+        assert torch.equal(compiled([xs[0][:3], xs[1]])[0], groups(xs)[0][:3])
+
+
+def test_nothing_is_measured_for_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fl.batch_invariant()
+    monkeypatch.setattr(first_use, "tune", lambda *_, **__: pytest.fail("no choice is to be made"))
+    fl.tune_at_first_use(seconds=5.0)
+    try:
+        fl.linear_act(torch.randn(7, 19), torch.randn(5, 19))
+    finally:
+        fl.tune_at_first_use(False)
+    with pytest.raises(InputError, match="measuring choices"):
+        ways.wait()
+    with pytest.raises(InputError, match="optimize_"):
+        fl.optimize_(torch.nn.Linear(3, 3), torch.randn(2, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("k", "n"), [(1024, 1024), (4096, 512), (264, 2048)])
+def test_all_tiles_of_a_gpu_add_up_in_one_order(dtype: torch.dtype, k: int, n: int) -> None:
+    """From few rows to as many as persistent programs take."""
+    x = torch.randn(16384, k, device="cuda").to(dtype)
+    w = (torch.randn(n, k, device="cuda") / k**0.5).to(dtype)
+    for weight in (w, w.t().contiguous().t()):
+        whole = fl.linear_act(x, weight, activation="gelu", backend=BATCH_INVARIANT)
+        for m in (1, 2, 16, 17, 33, 64, 65, 128, 257, 640, 1111, 2048, 4096, 9000):
+            part = fl.linear_act(x[:m], weight, activation="gelu", backend=BATCH_INVARIANT)
+            assert torch.equal(part, whole[:m]), m

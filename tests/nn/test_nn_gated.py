@@ -378,3 +378,13 @@ def test_a_layer_that_was_taken_away_is_named(how: Any) -> None:
     how(layer)
     with pytest.raises(fl.InputError, match=r"'up_proj'.*may be replaced"):
         layer(torch.ones(2, 4))
+
+
+def test_a_tensor_in_the_place_of_a_parameter_is_read() -> None:
+    """As weights that another network makes are."""
+    layer = fl.nn.GatedMLP(5, 7)
+    x, made = torch.randn(3, 5), torch.randn(7, 5)
+    del layer.gate_proj.weight
+    layer.gate_proj.weight = made
+    up, down = layer.up_proj.weight, layer.down_proj.weight
+    torch.testing.assert_close(layer(x), fl.gated_mlp(x, made, up, down, activation="silu"))

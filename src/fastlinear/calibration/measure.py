@@ -23,7 +23,7 @@ from fastlinear.calibration.fit import Call
 from fastlinear.core.errors import FastlinearError
 from fastlinear.core.problem import Problem
 from fastlinear.core.timing import recorded
-from fastlinear.dispatch.backend import family
+from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.roofline import on_device
 from fastlinear.dispatch.steps import STEP
 from fastlinear.dispatch.tune import input_sets
@@ -69,7 +69,7 @@ def measure_pieces(drawn: Drawn, device: torch.device) -> Iterator[Row]:
             with torch.no_grad():
                 if device.type == "cpu":
                     us[backend.name] = quick_us(partial(backend.load(), *sets[0]))
-                elif (found := device_us(backend.load(), sets, device)) is not None:
+                elif (found := _device_us(backend, sets, device)) is not None:
                     us[backend.name] = found
         yield {"problem": p.to_json(), "us": us}
 
@@ -89,6 +89,17 @@ def measure_ways(drawn: Drawn, device: torch.device) -> Row:
             took = {STEP: ways.EAGER} if way.name == ways.EAGER else dict(way.took)
             found.append({"took": took, "us": us})
     return {"problem": drawn.problem.to_json(), "ways": found}
+
+
+def _device_us(
+    backend: Backend, sets: Sequence[tuple[Any, ...]], device: torch.device
+) -> float | None:
+    """``device_us``; None of a backend that fails, for want of memory, for example."""
+    try:
+        with torch.cuda.device(device):
+            return device_us(backend.load(), sets, device)
+    except (RuntimeError, FastlinearError):
+        return None
 
 
 def device_us(

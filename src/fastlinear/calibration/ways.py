@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from fastlinear.calibration.drawn import Drawn
-from fastlinear.core.errors import FastlinearError
+from fastlinear.core.errors import FastlinearError, InputError
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import BATCH_INVARIANT
+from fastlinear.core.settings import batch_invariant as batch_invariant_calls
 from fastlinear.dispatch.backend import family, home
 from fastlinear.dispatch.select import Choice, select
 from fastlinear.dispatch.steps import STEP
@@ -189,6 +190,17 @@ def _leaf(t: Tensor) -> Tensor:
 
 
 def wait() -> None:
-    """Have what callers have once their process is warm: the table of calls, and its nodes."""
+    """Have what callers have once their process is warm: the table of calls, and its nodes.
+
+    Raises:
+        InputError: calls are to be batch-invariant, whatever is fastest.
+    """
+    if batch_invariant_calls():
+        raise InputError(
+            "measuring choices",
+            "calls that take what is fastest",
+            "batch_invariant() or FASTLINEAR_BATCH_INVARIANT=1",
+            "Switch it off for this process.",
+        )
     if lookup.wait(lookup.PATIENCE_S):
         autograd_node.wait(lookup.PATIENCE_S)

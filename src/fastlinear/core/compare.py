@@ -157,6 +157,7 @@ def pooled(each: Sequence[Verdict]) -> Verdict:
 def over_draws(
     first: Mapping[str, Sequence[Verdict]],
     again: Callable[[int, Sequence[str]], Mapping[str, Sequence[Verdict]]],
+    draws: int = DRAWS,
 ) -> dict[str, list[Verdict]]:
     """Verdicts of several contenders; of one that fails on the first draw, those over ``DRAWS``.
 
@@ -165,10 +166,12 @@ def over_draws(
 
     Args:
         first: contender → its verdicts on the first draw, one for each result.
-        again: (which draw, from 1 on, the contenders to judge) → their verdicts on that draw.
+        again: (which draw, from 1 on, the contenders to judge) → their verdicts on that draw; one
+            that it leaves out is judged no further.
+        draws: the most, the first one included.
     """
     found = {name: [[v] for v in verdicts] for name, verdicts in first.items()}
-    for draw in range(1, DRAWS):
+    for draw in range(1, draws):
         names = [name for name, columns in found.items() if _in_doubt(columns, draw)]
         if not names:
             break

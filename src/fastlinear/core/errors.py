@@ -94,3 +94,13 @@ FOREIGN_ERRORS = (
     ArithmeticError,
 )
 """What code of others may raise on a probe's input, which it was not written for."""
+
+
+def not_invariant(function: str, received: str) -> UnsupportedError:
+    """The error of a call that cannot be served so that its rows do not depend on each other."""
+    return UnsupportedError(
+        function,
+        "a batch-invariant call of plain tensors on a CPU or CUDA device",
+        received,
+        "Switch it off by batch_invariant(False), or name another backend.",
+    )

@@ -214,6 +214,11 @@ def batch_invariant() -> bool:
     return said == "1"
 
 
+def asked(backend: str | None) -> str | None:
+    """The backend that a caller named, or that a setting names for all calls."""
+    return BATCH_INVARIANT if backend is None and batch_invariant() else backend
+
+
 _first_use_s: float | None = None  # None where the environment decides
 first_use_off: ContextVar[bool] = ContextVar("first_use_off", default=False)
 """Whether calls come from compiled code, or from tuning: nothing is measured for them."""

@@ -34,6 +34,7 @@ _UNFIT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, R
 _loaded: dict[Path, dict[str, Any]] = {}
 _warned: set[str] = set()
 _listeners: list[Callable[[], None]] = []
+_changes = 0
 _on_disk = True
 
 
@@ -167,6 +168,11 @@ def in_memory() -> Iterator[None]:
         changed()
 
 
+def changes() -> int:
+    """How often that was so: a decision begun before the last one is not to be kept."""
+    return _changes
+
+
 def on_change(listener: Callable[[], None]) -> None:
     """Call ``listener`` whenever the cache changes, so that resolved choices can be dropped."""
     _listeners.append(listener)
@@ -209,6 +215,8 @@ def forget() -> None:
 
 def changed() -> None:
     """Have all that was decided before decided anew."""
+    global _changes
+    _changes += 1
     for listener in _listeners:
         listener()
 

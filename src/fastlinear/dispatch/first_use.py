@@ -93,7 +93,7 @@ def _measure(p: Problem, seconds: float) -> None:
     told = predictions(p, candidates).get(BASELINE)
     left = seconds - (0.0 if told is None else _RUNS * told.us * 1e-6)
     if left >= _LEAST_S:
-        tune(p, rounds=5, budget_s=left)
+        tune(p, rounds=5, budget_s=left, draws=1)
 
 
 def _apart(run: Callable[[], None]) -> Exception | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.problem import Problem
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.cache import tuned
 from fastlinear.dispatch.prices import Prediction, prices
@@ -176,10 +177,17 @@ def _forced(
             problem.family,
             f"a call that backend {forced!r} can serve",
             f"{problem.describe()}: {why}",
-            "Leave backend out, or ask fastlinear.explain(...) which can.",
+            "Switch it off by batch_invariant(False), or name another backend."
+            if forced == BATCH_INVARIANT
+            else "Leave backend out, or ask fastlinear.explain(...) which can.",
         )
     backend = next(b for b in candidates if b.name == forced)
-    return _choice(problem, backend, "forced", "the caller named it", reasons, {})
+    why = (
+        "rows are not to depend on each other"
+        if forced == BATCH_INVARIANT
+        else "the caller named it"
+    )
+    return _choice(problem, backend, "forced", why, reasons, {})
 
 
 def _choice(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastlinear.core.compare import Verdict, judge, over_draws
+from fastlinear.core.compare import DRAWS, Verdict, judge, over_draws
 from fastlinear.core.device import device_facts
 from fastlinear.core.interrupts import restored
 from fastlinear.core.problem import Problem
@@ -63,6 +63,7 @@ def tune(
     rounds: int = 15,
     budget_s: float = 2.0,
     seed: int = 0,
+    draws: int = DRAWS,
     save: bool = True,
 ) -> Tuned:
     """Verify and time every backend of ``problem.piece`` and remember the fastest.
@@ -75,6 +76,8 @@ def tune(
             ``"device"`` if it is captured into a CUDA graph.
         rounds, budget_s: limits of the interleaved measurement.
         seed: seed of the random inputs.
+        draws: of inputs, at most, that judge a backend which is less accurate than allowed on the
+            first.
         save: write the decision to the user's cache.
     """
     fam = family(problem.family)
@@ -92,7 +95,7 @@ def tune(
         sets = [fam.make_inputs(problem, where, seed)]
         more = range(1, input_sets(problem, sets[0]))
         sets += [fam.make_inputs(problem, where, seed + i) for i in more]
-        faults = _faults(able, problem, where, seed, sets[0])
+        faults = _faults(able, problem, where, seed, sets[0], draws)
         rejected |= faults
         survivors = [backend for backend in able if backend.name not in faults]
         arms = {b.name: rotating(timed(b, problem), sets) for b in survivors}
@@ -129,6 +132,7 @@ def _faults(
     where: torch.device,
     seed: int,
     inputs: tuple[Any, ...],
+    draws: int,
 ) -> dict[str, str]:
     """Why backends that claim to serve the Problem cannot take part, by name.
 
@@ -137,21 +141,33 @@ def _faults(
     faults: dict[str, str] = {}
     first: dict[str, list[Verdict]] = {}
     expected = expected_of(problem, inputs)
-    for backend in able:
+
+    def judged(backend: Backend, inputs: tuple[Any, ...], expected: Expected) -> Any:
         try:
-            first[backend.name] = verify(backend, problem, inputs, expected)
+            return verify(backend, problem, inputs, expected)
         except Exception as error:
             if backend.name == BASELINE:
                 raise
             faults[backend.name] = f"raised {type(error).__name__}: {str(error).strip()[:300]}"
+            return None
+
+    for backend in able:
+        if (verdicts := judged(backend, inputs, expected)) is not None:
+            first[backend.name] = verdicts
     by_name = {backend.name: backend for backend in able}
 
     def again(draw: int, names: Sequence[str]) -> Mapping[str, Sequence[Verdict]]:
         other = family(problem.family).make_inputs(problem, where, seed + draw)
         expected = expected_of(problem, other)
-        return {name: verify(by_name[name], problem, other, expected) for name in names}
+        return {
+            name: verdicts
+            for name in names
+            if (verdicts := judged(by_name[name], other, expected)) is not None
+        }
 
-    for name, verdicts in over_draws(first, again).items():
+    for name, verdicts in over_draws(first, again, draws).items():
+        if name in faults:
+            continue
         if failed := [v for v in verdicts if not v.passed]:
             faults[name] = f"less accurate than allowed: {failed[0]}"
     return faults

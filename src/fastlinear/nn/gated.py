@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlinear.activations.reference import activation as activation_of
-from fastlinear.core.errors import InputError
+from fastlinear.core.errors import InputError, not_invariant
+from fastlinear.core.settings import BATCH_INVARIANT, asked
 from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
 from fastlinear.families.gated.op import call
 from fastlinear.families.gated.stacking import STACKED, split_pre
 from fastlinear.families.gated.validation import OTHER_GATE
+from fastlinear.families.linear.op import call as linear
 from fastlinear.nn.arguments import check_made
 from fastlinear.nn.recognised import (
     PLAIN,
@@ -138,11 +140,16 @@ class GatedMLP(nn.Module):
         h = call(x, (gate, up, None), (*biases[:2], None), *options, "gated_linear")
         if dropping:
             h = F.dropout(h, gated.dropout, True)
-        return F.linear(h.to(down.dtype), down, biases[2])
+        h = h.to(down.dtype)
+        if asked(self.backend) == BATCH_INVARIANT:
+            return linear(h, down, biases[2], "none", BATCH_INVARIANT)  # type: ignore[no-any-return]
+        return F.linear(h, down, biases[2])
 
     def _by_layers(self, x: Tensor) -> Tensor:
         """The same by calls of the layers, which do more than nn.Linear does."""
         gated, layers = self.gated, self._modules
+        if asked(self.backend) == BATCH_INVARIANT:
+            raise not_invariant(_NAME, "one of layers with hooks or adapters")
         for name in gated.names:
             if layers.get(name) is None:
                 _fail(

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastlinear.activations.reference import activation as activation_of
-from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.core.errors import InputError, UnsupportedError, not_invariant
+from fastlinear.core.settings import BATCH_INVARIANT, asked
 from fastlinear.families.mlp.problem import layer_activations
 from fastlinear.nn.linear import Linear
 from fastlinear.nn.plain_linear import hooked, why_not_linear
@@ -108,6 +109,8 @@ def by_layer(net: Any, x: Tensor) -> Tensor:
 
     Raises UnsupportedError where another backend than PyTorch's own is forced.
     """
+    if asked(net.backend) == BATCH_INVARIANT:
+        raise not_invariant("fastlinear.nn.MLP", "one of layers with hooks")
     if net.backend not in (None, "eager"):
         raise UnsupportedError(
             "fastlinear.nn.MLP",

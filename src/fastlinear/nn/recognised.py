@@ -96,7 +96,9 @@ def weights_of(module: nn.Module, gated: Gated) -> tuple[Weights, Biases]:
 def plain_weights(module: nn.Module, gated: Gated) -> tuple[Any, Any] | None:
     """The same of a module whose layers do what plain linear layers do, and nothing else, as
     tuples; None where an adapter was put in the place of one, or hooks on it."""
-    held, weights, biases = module._modules, [], []
+    held = module._modules
+    weights: list[Any] = []
+    biases: list[Any] = []
     for name in (gated.gate, gated.up, gated.down):
         if name is None:
             weights.append(None)
@@ -106,8 +108,11 @@ def plain_weights(module: nn.Module, gated: Gated) -> tuple[Any, Any] | None:
         if type(layer) not in PLAIN or _hooked(layer):  # type: ignore[arg-type]
             return None
         parameters = layer._parameters  # type: ignore[union-attr]
-        weights.append(parameters["weight"])
-        biases.append(parameters["bias"])
+        try:
+            weights.append(parameters["weight"])
+            biases.append(parameters["bias"])
+        except KeyError:  # the caller has put a tensor in a parameter's place
+            return tuple(weights_of(module, gated)[0]), tuple(weights_of(module, gated)[1])
     return tuple(weights), tuple(biases)
 
 

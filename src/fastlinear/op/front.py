@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fastlinear.core import calls
-from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.core.errors import InputError, not_invariant
 from fastlinear.core.precision import float32_precision
-from fastlinear.core.settings import BATCH_INVARIANT, batch_invariant, first_use_off, first_use_s
+from fastlinear.core.settings import BATCH_INVARIANT, asked, first_use_off, first_use_s
 from fastlinear.core.tensor_kinds import carried
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import deferred
@@ -145,7 +145,11 @@ class Front:
                 return self.fallback(arguments)
             if calls.watched():
                 return self._watched(arguments, autocast)
-            plan = self.plans[key] = self._resolved(arguments, autocast)
+            began = cache.changes()
+            plan = self._resolved(arguments, autocast)
+            if cache.changes() != began:  # by another thread: the next call decides anew
+                return plan.plan(a, b, c)
+            self.plans[key] = plan
         if not plan.by_torch:
             if calls.watched():
                 return self._watched((a, b, c, *options), autocast)
@@ -163,17 +167,9 @@ class Front:
         if autocast is not None:
             arguments = self.spec.cast(arguments, autocast)
         self.spec.validate(*arguments)
-        if asked(arguments) == BATCH_INVARIANT:
-            raise self._not_invariant("a call that a recorder or forward-mode differentiation sees")
+        if asked(arguments[-1]) == BATCH_INVARIANT:
+            raise not_invariant(self.spec.name, "one that a recorder sees")
         return self.spec.reference(*arguments)
-
-    def _not_invariant(self, received: str) -> UnsupportedError:
-        return UnsupportedError(
-            self.spec.name,
-            "a call whose rows can be kept from depending on each other",
-            received,
-            "Make it of plain tensors on a CPU or CUDA device, or without batch_invariant.",
-        )
 
     def _lazily(self, found: Resolved, arguments: Arguments) -> Any:
         """A call whose tensors have a lazy sign, or wrap others."""
@@ -198,9 +194,7 @@ class Front:
         if arguments[-1] is None and first_use_s() and all(t.numel() for t in _given(arguments)):
             with calls.device_of(first(arguments)):
                 _measure(self.spec.problem(arguments, grad))
-        kind = first(arguments).device.type
-        if kind not in ("cpu", "cuda", "meta") and asked(arguments) == BATCH_INVARIANT:
-            raise self._not_invariant(f"one on the device {kind}")
+        check_invariant(self.spec, arguments)
         found = self.spec.resolve(arguments, grad, autocast is not None)
         if len(self.plans) >= self.spec.most_plans:
             self.forget()
@@ -248,7 +242,9 @@ class Front:
             arguments = self.spec.cast(arguments, dtype)
         if dtype is None or not self.spec.torch_casts:
             self.spec.validate(*arguments)
-        backend = asked(arguments)
+        backend = asked(arguments[-1])
+        if backend == BATCH_INVARIANT:
+            raise not_invariant(name, f"x of type {type(given[0]).__name__}, or a transform of it")
         if backend not in (None, "eager"):
             raise InputError(
                 name,
@@ -346,13 +342,19 @@ def _entry(self: Front, options: int) -> Callable[..., Any]:
 def choices(spec: OpSpec, arguments: Arguments, grad: bool) -> tuple[Choice, ...]:
     """The backend of each piece of a valid call; facts of a GPU are read from the call's own."""
     with calls.device_of(first(arguments)):
-        return spec.choices(spec.problem(arguments, grad), asked(arguments), arguments)
+        return spec.choices(spec.problem(arguments, grad), asked(arguments[-1]), arguments)
 
 
-def asked(arguments: Arguments) -> str | None:
-    """The backend that the caller named, or that a setting names for all calls."""
-    backend: str | None = arguments[-1]
-    return BATCH_INVARIANT if backend is None and batch_invariant() else backend
+def check_invariant(spec: OpSpec, arguments: Arguments) -> None:
+    """Raise UnsupportedError where rows are asked not to depend on each other, and a call's empty
+    weights or device would leave it to PyTorch's own ops."""
+    if asked(arguments[-1]) != BATCH_INVARIANT:
+        return
+    x, *others = _given(arguments)
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        raise not_invariant(spec.name, f"one on the device {x.device.type}")
+    if x.shape[:-1].numel() and not all(t.numel() for t in others):
+        raise not_invariant(spec.name, "one of empty weights")
 
 
 def needs_grad(arguments: Arguments) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import Choice
 from fastlinear.op import library
-from fastlinear.op.front import choices
+from fastlinear.op.front import check_invariant, choices
 from fastlinear.op.spec import Arguments, OpSpec, kind, leaves
 
 Chosen = tuple[Choice, ...] | None
@@ -198,6 +198,7 @@ class _Ops:
 
     def _chosen(self, call: Arguments, grad: bool) -> Chosen:
         """Once a kind of call; what is forced and cannot serve is refused of empty tensors too."""
+        check_invariant(self._spec, call)
         empty = not all(t.numel() for t in leaves(call) if t is not None)
         if empty and call[-1] is None:
             return None
@@ -206,7 +207,10 @@ class _Ops:
         if found is None:
             if len(self._known) >= self._spec.most_plans:
                 self._known.clear()
-            found = self._known[key] = choices(self._spec, call, grad)
+            began = cache.changes()
+            found = choices(self._spec, call, grad)
+            if cache.changes() == began:
+                self._known[key] = found
         return None if empty else found
 
 

@@ -13,7 +13,7 @@ from fastlinear.core.inputs import normalize_inputs
 from fastlinear.core.interrupts import restored
 from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress, silent
-from fastlinear.core.settings import Config
+from fastlinear.core.settings import Config, batch_invariant
 from fastlinear.dispatch.backend import check_backend, families
 from fastlinear.profile.capture import capture
 from fastlinear.profile.state import preserved
@@ -93,6 +93,13 @@ def optimize_(
     >>> result.revert()
     """
     config = Config() if config is None else config
+    if batch_invariant():
+        raise InputError(
+            "optimize_",
+            "calls that take what is fastest",
+            "batch_invariant() or FASTLINEAR_BATCH_INVARIANT=1",
+            "Optimize first, then switch it on: what was kept follows it.",
+        )
     if filter_fn is not None and not callable(filter_fn):
         raise InputError(
             "optimize_",

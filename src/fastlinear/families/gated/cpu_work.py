@@ -46,6 +46,9 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
     first = times * product(library, m, k, rows, dtype, x + w)
     if p.piece == "forward":
         kept = ("kept",) if p.needs_grad and p.option("recompute") == "no" else ()
+        apart = p.option("order") == "interleaved" or (stacked and not dense)
+        if backend == "onednn" and apart and not p.needs_grad:  # rows of each half lie apart
+            first += passed("onednn halves", 2 * h * k, "none", f"w:{w}")
         gate = passed(f"{backend} gate", m * h, activation, *flags, *kept)
         return (*first, *gate, *(product(library, m, h, n, dtype, "n" + w) if n else ()))
     found = [*(first if p.option("recompute") == "yes" else ())]

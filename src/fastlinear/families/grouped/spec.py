@@ -15,6 +15,7 @@ from torch import Tensor
 from fastlinear.core import calls
 from fastlinear.core.errors import FastlinearError
 from fastlinear.core.problem import Problem
+from fastlinear.core.settings import asked
 from fastlinear.core.tensor_kinds import carried
 from fastlinear.dispatch.select import Choice
 from fastlinear.families import linear as single
@@ -108,7 +109,7 @@ def _shared(arguments: Arguments) -> Tensor:
     flat = None if bias is None else bias.flatten()
     given = x, weight.flatten(0, 1), flat
     compiling = torch.compiler.is_compiling()
-    if backend is None or compiling:
+    if asked(backend) is None or compiling:
         y = single.linear_act(*given, activation=activation, backend=backend)
     else:
         try:

@@ -63,7 +63,11 @@ def _reason_not_triton(p: Problem) -> str | None:
         why = "the package triton is not installed"
     if why is None and p.piece in ("forward", "grad_input", WHOLE_BACKWARD):
         why = _reason_not_precise(p)
-    return why or config.reason_not(
+    return why or _reason_not_sizes(p)
+
+
+def _reason_not_sizes(p: Problem) -> str | None:
+    return config.reason_not(
         p.dim("M"),
         p.dim("K"),
         p.dim("N"),
@@ -125,6 +129,11 @@ def _reason_not_few_rows(p: Problem) -> str | None:
         torch.cuda.get_device_capability(),
         p.needs_grad,
     )
+
+
+def _reason_not_invariant(p: Problem) -> str | None:
+    why = batch_invariant.reason_not(p)
+    return why if why is not None or p.device == "cpu" else _reason_not_sizes(p)
 
 
 def _reason_not_triton_backward(p: Problem) -> str | None:
@@ -285,7 +294,7 @@ FAMILY = register_family(
             ),
             Backend(
                 *(NAME, "forward", BATCH_INVARIANT, f"{_HERE}.batch_invariant:forward"),
-                *(batch_invariant.reason_not, (*_CPP_SOURCES, *_TRITON_SOURCES)),
+                *(_reason_not_invariant, (*_CPP_SOURCES, *_TRITON_SOURCES)),
                 on_request=True,
             ),
             Backend(NAME, "forward", "onednn", f"{_HERE}.cpu.onednn:forward", onednn.reason_not),

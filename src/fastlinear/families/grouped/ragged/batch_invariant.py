@@ -35,8 +35,9 @@ def forward(
     bias: Tensor | None,
     activation: str,
     save_pre: bool,
-) -> tuple[Tensor, Tensor | None, None]:
-    """(y, pre if asked, None): x (T, K), weight (G, N, K), sizes (G,), bias (G, N) → (T, N) each.
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(y, pre if asked, a copy of the sizes): x (T, K), weight (G, N, K), sizes (G,), bias (G, N) →
+    (T, N) each.
 
     Rows after the last group's are 0. Sizes are read on the host where x is on a CPU.
     """
@@ -44,7 +45,8 @@ def forward(
         from fastlinear.families.grouped.ragged.triton import backend
 
         how = backend.batch_invariant_config(weight.shape[2], weight.shape[1], x.element_size())
-        return backend.forward(x, weight, sizes, bias, activation, save_pre, config=how)
+        y, pre, _ = backend.forward(x, weight, sizes, bias, activation, save_pre, config=how)
+        return y, pre, sizes.clone()
     y = x.new_zeros(x.shape[0], weight.shape[1])
     pre = torch.zeros_like(y) if save_pre else None
     begin = 0
@@ -57,7 +59,7 @@ def forward(
             if pre is not None and kept is not None:
                 pre[begin:end] = kept
         begin = end
-    return y, pre, None
+    return y, pre, sizes.clone()
 
 
 def backward(

@@ -52,7 +52,7 @@ class Formula:
     @property
     def keeps_sizes(self) -> bool:
         """Whether the backward reads a copy of the sizes, not the caller's tensor."""
-        return self.backend == "cpp"
+        return self.backend != "triton"
 
     @property
     def kept(self) -> tuple[int, ...]:

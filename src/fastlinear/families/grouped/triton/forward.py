@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.grouped import reference
 from fastlinear.families.grouped.sign_mask import Channels
 from fastlinear.families.grouped.triton import tensors
@@ -59,6 +60,13 @@ def forward(
         None.
     """
     y = tensors.empty((*x.shape[:3], weight.shape[1]), order, x)
+    if config is not None and tensors.far_apart(x, weight, y):
+        raise UnsupportedError(
+            "grouped_linear",
+            "rows of a tile less than 2^31 numbers apart",
+            f"strides {x.stride()} and {weight.stride()}",
+            "Make the tensors contiguous.",
+        )
     if not x.numel() * weight.numel() or tensors.far_apart(x, weight, y):
         y, pre = reference.forward(x, weight, bias, activation, save_pre, order)
         return y, pre if sign_mask is None else sign_mask.packed(y, activation)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.problem import Problem
-from fastlinear.core.settings import BATCH_INVARIANT
+from fastlinear.core.settings import BATCH_INVARIANT, asked
 from fastlinear.core.tensor_kinds import unlike_strided
 from fastlinear.dispatch.select import Choice
 from fastlinear.families.grouped.unequal.autograd import Formula, Maybe, applied, loop
@@ -19,7 +19,7 @@ from fastlinear.families.grouped.unequal.problem import NAME, problem_of
 from fastlinear.families.grouped.unequal.validation import fail, validate
 from fastlinear.families.linear.spec import FRONT as LINEAR
 from fastlinear.fastpath import autograd_node, recorded
-from fastlinear.op.front import Front, asked, choices, needs_grad
+from fastlinear.op.front import Front, choices, needs_grad
 from fastlinear.op.spec import Arguments, OpSpec, Resolved
 from fastlinear.op.step import choose_whole, trained
 from fastlinear.op.timing import Timed
@@ -123,7 +123,7 @@ def _layers(xs: _Tensors, weights: _Tensors, biases: Maybe | None, activation: s
 
 
 def _compiled(arguments: Arguments, _: bool) -> list[Tensor]:
-    backend = asked(arguments)
+    backend = asked(arguments[-1])
     if backend == BATCH_INVARIANT:
         return _layers(*arguments[:4])
     if backend not in (None, "eager"):

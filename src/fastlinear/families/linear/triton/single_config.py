@@ -139,6 +139,7 @@ def _best(
     most = max(1, min(_MAX_SLICES, depth // _LEAST_SLICE))
     if one_order:
         accurate, most = [t for t in able if t.config.block_d == _ONE_DEPTH], 1
+        assert accurate, "every table has tiles of that depth"
     found: list[tuple[float, GemmConfig]] = []
     for tile in accurate or able:
         for splits in range(1, most + 1):
