@@ -38,7 +38,8 @@ def diagonal_linear(
             ``diagonal_linear(branch, scale, residual=stream)``.
         out: contiguous tensor of x's shape to write to, sharing no memory with an input. Without
             gradients only.
-        backend: force a backend by name; None lets fastlinear choose.
+        backend: force a backend by name; None lets fastlinear choose. By
+            ``"batch_invariant"`` rows of the result do not depend on each other.
 
     Returns:
         Shape of ``x``, its dtype (under autocast the autocast dtype, plus the residual as torch

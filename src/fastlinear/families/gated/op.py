@@ -41,7 +41,8 @@ def gated_linear(
             ``"up_gate"``, or ``"interleaved"`` (in turns, the gate's first). Nothing is repacked.
         recompute: what a training call keeps for its backward: 0 the two pre-activations and x, 1
             x alone, for one more product; None whichever way is fastest.
-        backend: force the backend by name; None lets fastlinear choose.
+        backend: force the backend by name; None lets fastlinear choose. By
+            ``"batch_invariant"`` rows of the result do not depend on each other.
 
     Returns:
         Shape (..., H), dtype of ``x`` (under autocast: the autocast dtype), dense.

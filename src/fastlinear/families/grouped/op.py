@@ -41,7 +41,8 @@ def grouped_linear(
             ``"g ... k"``: (G, ..., K); ``"b (g k) ..."``: (B, G·K, ...), channels first, as
             ``nn.Conv1d(kernel_size=1, groups=G)`` takes it; ``"b g k ..."``: (B, G, K, ...);
             ``"... k"``: (..., K), one input for all groups, for which y is (..., G, N).
-        backend: force the backend by name; None lets fastlinear choose.
+        backend: force the backend by name; None lets fastlinear choose. By
+            ``"batch_invariant"`` rows of the result do not depend on each other.
 
     Returns:
         y in x's layout and dtype (under autocast: the autocast dtype), dense.

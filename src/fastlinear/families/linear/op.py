@@ -33,7 +33,8 @@ def linear_act(
         bias: shape (N,), or None.
         activation: by name: none, relu, silu, gelu (erf), gelu_tanh or another that the project's
             README lists.
-        backend: force the forward's backend by name; None lets fastlinear choose.
+        backend: force the forward's backend by name; None lets fastlinear choose. By
+            ``"batch_invariant"`` rows of the result do not depend on each other.
 
     Returns:
         Shape (..., N), dtype of ``x`` (under autocast: the autocast dtype).

@@ -37,7 +37,8 @@ def mlp(
         biases: L entries of shape (n_{i+1},) or None, or None for no bias anywhere.
         activation: after every layer but the last; the names ``linear_act`` knows.
         final_activation: after the last layer.
-        backend: force the backend by name; None lets fastlinear choose.
+        backend: force the backend by name; None lets fastlinear choose. By
+            ``"batch_invariant"`` rows of the result do not depend on each other.
         allow_fast_matmul: deprecated, without effect; True warns once.
 
     Returns:

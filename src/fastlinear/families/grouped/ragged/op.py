@@ -41,9 +41,10 @@ def ragged_linear(
         activation: a name ``grouped_linear`` knows.
         backend: ``"triton"``, one launch forward and at most two backward, on CUDA devices (on
             Hopper dW of large weights in bfloat16 is PyTorch's grouped product, a few more);
-            ``"cpp"``, one C++ call each, on CPUs, in float32 and bfloat16; or ``"eager"``, a
-            product of PyTorch a group, which reads the sizes on the host and so waits for the
-            device. None lets fastlinear choose.
+            ``"cpp"``, one C++ call each, on CPUs, in float32 and bfloat16; ``"eager"``, a product
+            of PyTorch a group, which reads the sizes on the host and so waits for the device; or
+            ``"batch_invariant"``, by which rows do not depend on each other. None lets fastlinear
+            choose.
 
     Returns:
         y (T, N), in x's dtype.

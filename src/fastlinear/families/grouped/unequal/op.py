@@ -36,8 +36,9 @@ def unequal_linear(
         biases: one bias a group, shape (N_g,), or None for a group without; None for none at all.
         activation: a name ``grouped_linear`` knows.
         backend: ``"eager"``, a product of PyTorch a group; ``"together"``, one launch forward and
-            at most two backward on CUDA devices, one C++ call each way on CPUs. None lets
-            fastlinear choose.
+            at most two backward on CUDA devices, one C++ call each way on CPUs;
+            ``"batch_invariant"``, a layer a group, whose rows do not depend on each other. None
+            lets fastlinear choose.
 
     Returns:
         The y_g (..., N_g), in order. With "together" they share one allocation.
