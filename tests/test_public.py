@@ -27,6 +27,7 @@ NAMES = [
     "UnsupportedError",
     "__version__",
     "apply_",
+    "batch_invariant",
     "diagonal_linear",
     "explain",
     "gated_linear",

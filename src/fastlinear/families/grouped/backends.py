@@ -48,7 +48,7 @@ _LAYOUT = tuple(f"families/grouped/{name}.py" for name in ("layout", "sign_mask"
 _TRITON_SOURCES = ("families/grouped/triton", *TRITON_SOURCES, *_LAYOUT)
 _CPP_SOURCES = ("families/grouped/cpu", *CPP_SOURCES, *_LAYOUT)
 _CUDA_SOURCES = ("families/grouped/cuda", *CUDA_SOURCES, *_TRITON_SOURCES)
-_LINEAR_SOURCES = ("families/linear/batch_invariant.py", "families/linear/cpu")
+_LINEAR_SOURCES = ("families/linear/batch_invariant.py", "families/linear/cpu", *CPP_SOURCES)
 _PIECES_SOURCES = (
     *("families/grouped/autograd.py", "families/grouped/torch_backends.py"),
     "fastpath",

@@ -39,7 +39,7 @@ _CPP_SOURCES = (
 )
 
 
-_LINEAR_SOURCES = ("families/linear/batch_invariant.py", "families/linear/cpu")
+_LINEAR_SOURCES = ("families/linear/batch_invariant.py", "families/linear/cpu", *CPP_SOURCES)
 
 
 def _reason_not_eager(p: Problem) -> str | None:
