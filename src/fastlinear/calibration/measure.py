@@ -27,7 +27,7 @@ from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.roofline import on_device
 from fastlinear.dispatch.steps import STEP
 from fastlinear.dispatch.tune import input_sets
-from fastlinear.dispatch.work import ANY, CALL, HOST, Work, dtype_of, host
+from fastlinear.dispatch.work import ANY, CALL, FRESH, HOST, KEPT, Work, dtype_of, host
 
 Row = dict[str, Any]
 ALONE = "alone "
@@ -175,7 +175,9 @@ def calls_of_pieces(rows: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
         for backend, us in row["us"].items():
             works = alone(p, backend)
             if works:
-                yield Call(works, dtype_of(p), us)
+                # what Python calls by itself has no memory that was kept
+                made = (replace(w, kind=FRESH) if w.kind == KEPT else w for w in works)
+                yield Call(tuple(made), dtype_of(p), us)
 
 
 def calls_of_ways(rows: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
@@ -186,6 +188,7 @@ def calls_of_ways(rows: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
             works = taken(p, way["took"])
             if works is not None and p.device == "cuda":  # it goes on while the device computes
                 works = tuple(w for w in works if w.kind.endswith(HOST))
+            works = None if works is None else tuple(w for w in works if w.kind != KEPT)
             if works:
                 yield Call(works, ANY if p.device == "cuda" else p.dtype, way["us"])
 

@@ -32,7 +32,7 @@ from fastlinear.core.device import (
 from fastlinear.core.errors import CacheWarning
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import cache_dir
-from fastlinear.dispatch.work import ANY, HOST, Work, dtype_of
+from fastlinear.dispatch.work import ANY, HOST, KEPT, Work, dtype_of
 
 FORMAT = 1
 KNOTS = (*range(13), 14, 16, 18, 20, 22, 24, 26, 28, 30)
@@ -144,6 +144,8 @@ class Prices:
         """What these works take one after the other; None where one of them has no price."""
         terms: dict[str, float] = {}
         for work in works:
+            if work.kind == KEPT:
+                continue
             price = self.by_kind.get(name_of(work.kind, dtype))
             if price is None:
                 return None

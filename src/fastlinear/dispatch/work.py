@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 
+_TORCHS = ("torch", "onednn")  # libraries whose results are tensors that PyTorch makes
 _FRESH_BYTES = 1 << 25  # from here on the C library asks the system for new memory at every call
 _SHALLOW = 4
 HOST, CALL = " host", " call"
 """How kinds of work end that have no sizes: what the host pays, and what a kernel's or library's
 call costs before it computes anything."""
-FRESH = "fresh memory"
+FRESH, KEPT = "fresh memory", "kept memory"
+"""Of large results: given by the system at every call, or left by calls before, for nothing."""
 ANY = "any"
 """The dtype under which a GPU's host is priced."""
 
@@ -76,14 +78,18 @@ def product(
     variants = tuple(name for name, holds in ways if holds)
     return (
         Work(f"{library} product", m * k * n, sizes, flags, variants),
-        *fresh(m * n, dtype),
+        *fresh(m * n, dtype, kept=library not in _TORCHS),
     )
 
 
-def fresh(numbers: float, dtype: str) -> tuple[Work, ...]:
-    """New memory for a result, where that is so large that the system gives it page by page."""
+def fresh(numbers: float, dtype: str, *, kept: bool = False) -> tuple[Work, ...]:
+    """New memory for a result, where that is so large that the system gives it page by page.
+
+    Args:
+        kept: whether calls that run without Python have it from memory that results before left.
+    """
     size = numbers * FLOAT_DTYPES[dtype].itemsize
-    return (Work(FRESH, size),) if size >= _FRESH_BYTES else ()
+    return (Work(KEPT if kept else FRESH, size),) if size >= _FRESH_BYTES else ()
 
 
 def passed(name: str, numbers: float, activation: str, *flags: str) -> tuple[Work, ...]:

@@ -47,5 +47,5 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
             flags,
             (activation,),
         ),
-        *fresh(every * n, p.dtype),
+        *fresh(every * n, p.dtype, kept=backend in ("cpp", "together")),
     )
