@@ -26,7 +26,7 @@ from fastlinear.dispatch import prices
 from fastlinear.dispatch.backend import families, family
 from fastlinear.dispatch.prices import Price, Prices, name_of
 from fastlinear.dispatch.select import predictions, select
-from fastlinear.dispatch.work import call, host
+from fastlinear.dispatch.work import FRESH, call, host
 from fastlinear.families.linear.problem import problem
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +101,19 @@ def test_the_users_prices_come_first_and_choices_follow_them() -> None:
             by_kind[name_of(kind, "float32")] = replace(price, level=price.level + far)
         _write(replace(shipped, by_kind=by_kind))
         assert (select(p).backend.name in ("eager", "cpp", "onednn")) is taken, dear
+
+
+def test_memory_that_calls_keep_costs_nothing() -> None:
+    """A large result of ours lies where one before did; PyTorch's is new memory at every call."""
+    known = prices.of_device("amd-zen5")
+    assert known is not None
+    p = problem("forward", 1 << 16, 64, 512, dtype="float32", device="cpu")
+    for backend, pays in (("eager", True), ("onednn", True), ("gemm_cpp", False)):
+        works = family(p.family).work_of(p, backend)
+        told = known.predict(works or (), p.dtype)
+        assert told is not None
+        assert (FRESH in dict(told.terms)) == pays
+        assert FRESH in {w.kind for w in alone(p, backend) or ()}
 
 
 def test_pytorch_wins_ties() -> None:

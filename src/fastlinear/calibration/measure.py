@@ -155,15 +155,20 @@ def quick_us(run: Callable[[], Any]) -> float:
 
 
 def alone(p: Problem, backend: str) -> tuple[Work, ...] | None:
-    """A backend's work where its function is called from Python, by itself: calls cost more so."""
+    """A backend's work where its function is called from Python, by itself: calls cost more so, and
+    have no memory that was kept."""
     made = family(p.family).work_of(p, backend)
     if made is None:
         return None
     if p.device == "cuda":  # what was timed is the device
         return on_device(made)
-    return tuple(
-        replace(w, kind=f"{ALONE}{w.kind}") if w.kind.endswith((HOST, CALL)) else w for w in made
-    )
+
+    def told(w: Work) -> Work:
+        if w.kind.endswith((HOST, CALL)):
+            return replace(w, kind=f"{ALONE}{w.kind}")
+        return replace(w, kind=FRESH) if w.kind == KEPT else w
+
+    return tuple(map(told, made))
 
 
 def calls_of_pieces(rows: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
@@ -175,9 +180,7 @@ def calls_of_pieces(rows: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
         for backend, us in row["us"].items():
             works = alone(p, backend)
             if works:
-                # what Python calls by itself has no memory that was kept
-                made = (replace(w, kind=FRESH) if w.kind == KEPT else w for w in works)
-                yield Call(tuple(made), dtype_of(p), us)
+                yield Call(works, dtype_of(p), us)
 
 
 def calls_of_ways(rows: Iterable[Mapping[str, Any]]) -> Iterator[Call]:
