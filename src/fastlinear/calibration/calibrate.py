@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count, product
 from pathlib import Path
@@ -81,7 +82,8 @@ def calibrate(
     where = torch.device(device)
     facts = device_facts(where)
     before = prices.shipped(facts)
-    pieces, whole = _rows(where, seconds, seed, progress)
+    with torch.cuda.device(where) if where.type == "cuda" else nullcontext():  # events are its own
+        pieces, whole = _rows(where, seconds, seed, progress)
     if rows is not None:
         header = {"device": facts.slug, "traits": prices.traits(facts), "env": environment(where)}
         rows.write_text("".join(json.dumps(row) + "\n" for row in (header, *pieces, *whole)))
