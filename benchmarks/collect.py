@@ -68,8 +68,7 @@ def collect(
         pieces = [
             json.loads(line)
             for file in sorted(Path(folder).glob("*.jsonl"))
-            for line in file.read_text().splitlines()
-            if line.endswith("}")
+            for line in file.read_text().split("\n")[:-1]  # the last may have been cut
         ]
     written = 0
     with out.open("w") as file:
@@ -115,4 +114,7 @@ def _whole(families: Sequence[str], seed: int, end: float) -> Iterator[Row]:
                 if time.time() > end:
                     return
                 case = drawn.case(name, seed, index, "cuda", mode, limit=_LIMIT)
-                yield measure.measure_ways(case, torch.device("cuda"))
+                try:
+                    yield measure.measure_ways(case, torch.device("cuda"))
+                except Exception as error:  # noqa: BLE001 - the other cases go on
+                    print(f"{case.problem.describe()}: {error}", file=sys.stderr)

@@ -96,8 +96,7 @@ def _device_us(
 ) -> float | None:
     """``device_us``; None of a backend that fails, for want of memory, for example."""
     try:
-        with torch.cuda.device(device):
-            return device_us(backend.load(), sets, device)
+        return device_us(backend.load(), sets, device)
     except (RuntimeError, FastlinearError):
         return None
 

@@ -112,7 +112,7 @@ def plain_weights(module: nn.Module, gated: Gated) -> tuple[Any, Any] | None:
             weights.append(parameters["weight"])
             biases.append(parameters["bias"])
         except KeyError:  # the caller has put a tensor in a parameter's place
-            return tuple(weights_of(module, gated)[0]), tuple(weights_of(module, gated)[1])
+            return weights_of(module, gated)
     return tuple(weights), tuple(biases)
 
 

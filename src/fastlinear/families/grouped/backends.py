@@ -27,8 +27,8 @@ from fastlinear.dispatch.backend import (
     why_no_gpu,
 )
 from fastlinear.dispatch.drawn import Draw
-from fastlinear.families.grouped import batch_invariant, reference, torch_backends
 from fastlinear.families.grouped import layout as layouts
+from fastlinear.families.grouped import reference, torch_backends
 from fastlinear.families.grouped.cpu import cpp
 from fastlinear.families.grouped.cuda import (
     packed_groups,
@@ -38,6 +38,7 @@ from fastlinear.families.grouped.cuda import (
 )
 from fastlinear.families.grouped.problem import NAME, PIECES, SPACE, STEP, problem, tokens_of
 from fastlinear.families.grouped.triton import config
+from fastlinear.families.linear import batch_invariant as layers
 from fastlinear.kernels import CPP_SOURCES, CUDA_SOURCES, TRITON_SOURCES
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
@@ -165,6 +166,11 @@ def cost(p: Problem) -> Cost:
     return Cost(2 * product, size * (m * n + saved + 2 * m * k + 2 * weights + bias))
 
 
+def _reason_not_invariant(p: Problem) -> str | None:
+    why = layers.reason_not(p)
+    return why if why is not None or p.device == "cpu" else _reason_not_triton(p)
+
+
 def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
     group = partial(problem, "forward")
     return {
@@ -262,7 +268,7 @@ FAMILY = register_family(
             ),
             Backend(
                 *(NAME, "forward", BATCH_INVARIANT, f"{_HERE}.batch_invariant:forward"),
-                *(batch_invariant.reason_not, (*_TRITON_SOURCES, *_LINEAR_SOURCES)),
+                *(_reason_not_invariant, (*_TRITON_SOURCES, *_LINEAR_SOURCES)),
                 on_request=True,
             ),
             Backend(NAME, "forward", "baddbmm", f"{_HERE}.torch_backends:baddbmm_forward", always),

@@ -5,24 +5,12 @@ On a GPU one Triton kernel whose tiles depend on the features only, on a CPU one
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from fastlinear.core.precision import FLOAT_DTYPES
-from fastlinear.core.problem import Problem
 from fastlinear.families.grouped import layout as layouts
 from fastlinear.families.grouped.reference import by_group
 from fastlinear.families.grouped.triton import config
 from fastlinear.families.linear import batch_invariant as layers
-
-
-def reason_not(p: Problem) -> str | None:
-    """Why it cannot serve a Problem, or None."""
-    why = layers.reason_not(p)
-    if why is not None or p.device == "cpu":
-        return why
-    sizes = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
-    return config.reason_not(*sizes, FLOAT_DTYPES[p.dtype], torch.cuda.get_device_capability())
 
 
 def forward(

@@ -19,10 +19,10 @@ from fastlinear.dispatch.backend import (
 )
 from fastlinear.dispatch.drawn import Draw, linear_clear_of_kinks
 from fastlinear.families.grouped import one_step
-from fastlinear.families.grouped.ragged import batch_invariant
 from fastlinear.families.grouped.ragged.cpu import cpp
 from fastlinear.families.grouped.ragged.problem import NAME, SPACE, problem
 from fastlinear.families.grouped.triton import config
+from fastlinear.families.linear import batch_invariant as layers
 from fastlinear.kernels import CPP_SOURCES, TRITON_SOURCES
 
 __all__ = ["FAMILY", "NAME", "problem"]
@@ -57,6 +57,11 @@ def _reason_not_triton(p: Problem) -> str | None:
     return config.reason_not(*sizes, FLOAT_DTYPES[p.dtype], capability)
 
 
+def _reason_not_invariant(p: Problem) -> str | None:
+    why = layers.reason_not(p)
+    return why if why is not None or p.device == "cpu" else _reason_not_triton(p)
+
+
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
     """Random inputs of a Problem's piece; the sizes of the groups vary, and few rows have none."""
     m, groups, k, n = (p.dim(name) for name in ("M", "G", "K", "N"))
@@ -85,7 +90,7 @@ FAMILY = register_family(
             ("eager", _reason_not_eager, ("families/grouped/ragged/products.py",)),
             ("triton", _reason_not_triton, _TRITON_SOURCES),
             ("cpp", cpp.reason_not, _CPP_SOURCES),
-            (BATCH_INVARIANT, batch_invariant.reason_not, (*_TRITON_SOURCES, *_LINEAR_SOURCES)),
+            (BATCH_INVARIANT, _reason_not_invariant, (*_TRITON_SOURCES, *_LINEAR_SOURCES)),
         ),
         space=SPACE,
         make_inputs=_make_inputs,

@@ -9,23 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastlinear.core.precision import FLOAT_DTYPES
-from fastlinear.core.problem import Problem
 from fastlinear.families.grouped.ragged import products
 from fastlinear.families.grouped.ragged.validation import counted
-from fastlinear.families.grouped.triton import config
 from fastlinear.families.linear import batch_invariant as layers
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-def reason_not(p: Problem) -> str | None:
-    """Why it cannot serve a Problem, or None."""
-    why = layers.reason_not(p)
-    if why is not None or p.device == "cpu":
-        return why
-    sizes = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
-    return config.reason_not(*sizes, FLOAT_DTYPES[p.dtype], torch.cuda.get_device_capability())
 
 
 def forward(
