@@ -52,6 +52,12 @@ def drawn(
         float | None,
         typer.Option(min=0, help="Start no new case after this many seconds.", show_default=False),
     ] = None,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Processes that prepare cases side by side; each GPU times one at a time."
+        ),
+    ] = 1,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE.jsonl", help="Write the raw rows, one JSON object a line."),
@@ -76,12 +82,15 @@ def drawn(
 
     place = torch.device(usable_device(device))
     check_writable("--out", out)
+    if jobs > 1 and place.type == "cpu":
+        raise InputError(
+            "bench drawn", "--jobs 1 on a CPU", str(jobs), "Cases would disturb each other there."
+        )
     names = [f.value for f in family or list(Family)]
     modes = [m.value for m in mode or list(opt.Mode)]
     dtypes = [d.value for d in dtype or ()]
-    picked = [
-        c for name in names for m in modes for c in cases(name, seed, count, place.type, m, dtypes)
-    ]
+    kinds = [cases(name, seed, count, place.type, m, dtypes) for name in names for m in modes]
+    picked = [case for turn in zip(*kinds, strict=True) for case in turn]  # a cut run has all kinds
     env = environment(place)
     rows: list[dict[str, Any]] = []
     unmeasured: list[tuple[str, str]] = []
@@ -89,6 +98,7 @@ def drawn(
         opened(out, "w").close()
     with progress_bar(quiet=quiet) as progress:
         how: dict[str, Any] = {"skip": skip or (), "rounds": rounds, "invariant": batch_invariant}
+        how["jobs"] = jobs
         found = measured(picked, place, env=env, most_seconds=budget, **how)
         for done, (case, row, why) in enumerate(found, 1):
             if row is None:

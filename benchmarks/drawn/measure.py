@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks import parallel
+from fastlinear.calibration import measure as timed
 from fastlinear.calibration import ways
 from fastlinear.calibration.drawn import Drawn
 from fastlinear.calibration.ways import COMPILE, EAGER, OURS, Arm
@@ -49,13 +52,20 @@ def measure(
     more = range(1, input_sets(p, (*arguments[:3], dy)))
     sets = [(arguments, dy), *(ways.inputs_of(drawn, device, turn) for turn in more)]
     metric = "device" if p.captured else "wall"
+    failed: dict[str, str] = {}
     with nullcontext() if train else torch.no_grad():
-        taking, failed = _sound(drawn, device, arguments, dy, skip, invariant)
-        runs = {}
-        for arm in taking:
-            each = [(ways.runner(arm, *one, train),) for one in sets]
-            runs[arm.name] = rotating(lambda run: run(), each)
-        samples = interleave(runs, device=device, metric=metric, rounds=rounds, budget_s=budget_s)
+        every = _arms(drawn, arguments, skip, invariant, failed)
+        for arm in every:
+            with suppress(Exception):  # told when it is judged
+                ways.runner(arm, arguments, dy, train)()  # compiles, beside other processes
+        with timed.exclusive():
+            taking = _sound(drawn, device, arguments, dy, every, failed)
+            runs = {}
+            for arm in taking:
+                each = [(ways.runner(arm, *one, train),) for one in sets]
+                runs[arm.name] = rotating(lambda run: run(), each)
+            how: Any = {"metric": metric, "rounds": rounds, "budget_s": budget_s}
+            samples = interleave(runs, device=device, **how)
     asked = ways.posed(drawn, arguments)
     explained = ways.front_of(p.family).spec.choices(asked, None, (*arguments, None))
     return {
@@ -87,19 +97,13 @@ def _sound(
     device: torch.device,
     arguments: Any,
     dy: Any,
-    skip: Sequence[str],
-    invariant: bool = False,
-) -> tuple[list[Arm], dict[str, str]]:
-    """The arms that run and are right, and why the others take no part."""
-    train, failed = drawn.problem.needs_grad, {}
+    every: Sequence[Arm],
+    failed: dict[str, str],
+) -> list[Arm]:
+    """The arms that run and are right; ``failed`` gets why the others take no part."""
+    train = drawn.problem.needs_grad
     reference = Arm(EAGER, next(ways.peers(drawn, arguments, (COMPILE,))).call, {})
     expected = _expected(reference, arguments, dy, train)
-    every = [*ways.ours(drawn, arguments), *ways.peers(drawn, arguments, skip)]
-    if invariant:
-        try:
-            every.append(ways.batch_invariant(drawn, arguments))
-        except FastlinearError as error:
-            failed[BATCH_INVARIANT] = f"{type(error).__name__}: {str(error).strip()[:200]}"
     first: dict[str, list[Verdict]] = {}
     for arm in every:
         try:
@@ -130,7 +134,19 @@ def _sound(
     for name, verdicts in over_draws(first, again).items():
         if wrong := [v for v in verdicts if not v.passed and not v.unproven]:
             failed[name] = f"less accurate than allowed: {wrong[0]}"
-    return [arm for arm in every if arm.name not in failed], failed
+    return [arm for arm in every if arm.name not in failed]
+
+
+def _arms(
+    drawn: Drawn, arguments: Any, skip: Sequence[str], invariant: bool, failed: dict[str, str]
+) -> list[Arm]:
+    every = [*ways.ours(drawn, arguments), *ways.peers(drawn, arguments, skip)]
+    if invariant:
+        try:
+            every.append(ways.batch_invariant(drawn, arguments))
+        except FastlinearError as error:
+            failed[BATCH_INVARIANT] = f"{type(error).__name__}: {str(error).strip()[:200]}"
+    return every
 
 
 def _expected(reference: Arm, arguments: Any, dy: Any, train: bool) -> list[tuple[Tensor, Tensor]]:
@@ -157,14 +173,21 @@ def measured(
     device: torch.device,
     *,
     most_seconds: float | None = None,
+    jobs: int = 1,
     **how: Any,
 ) -> Iterator[tuple[Drawn, Row | None, str]]:
     """Each case, its row, or why it has none.
 
     Args:
         most_seconds: begin no case after this many; the others do not come.
+        jobs: processes that prepare cases side by side, on all GPUs; then in no order.
         how: what ``measure`` takes besides.
     """
+    if jobs > 1:
+        end = float("inf") if most_seconds is None else time.time() + most_seconds
+        one, tasks = partial(measure, **how), partial(iter, cases)
+        yield from parallel.measured(one, tasks, device=device.type, jobs=jobs, end=end)
+        return
     ways.wait()
     begin = time.monotonic()
     for drawn in cases:

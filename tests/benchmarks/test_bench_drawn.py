@@ -16,6 +16,7 @@ from benchmarks.drawn.measure import measured
 from fastlinear.calibration import drawn as space
 from fastlinear.calibration import ways as arms
 from fastlinear.cli.app import app
+from fastlinear.core.problem import Problem
 from fastlinear.dispatch import backend
 from fastlinear.dispatch.backend import family
 
@@ -201,3 +202,21 @@ def test_the_command_measures_and_tells(tmp_path: Path) -> None:
     assert row["env"]["torch"] == torch.__version__
     refused = CliRunner().invoke(app, [*given, "--budget", "0"])
     assert refused.exit_code != 0
+
+
+@pytest.mark.usefixtures("small")
+def test_processes_find_the_rows_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = space.cases("diagonal_linear", 5, 3, "cpu", space.INFERENCE)
+    how: dict[str, Any] = {"env": {}, "skip": ["compile"], "rounds": 5, "budget_s": 0.01}
+    found = measured(cases, torch.device("cpu"), jobs=2, **how)
+    rows = {row["index"]: row for _, row, why in found if row is not None and not why}
+    assert {i: Problem.from_json(row["problem"]) for i, row in rows.items()} == {
+        case.index: case.problem for case in cases
+    }
+    assert all(set(row["arms"]) >= {"fastlinear", "eager"} for row in rows.values())
+
+
+def test_a_cpu_measures_one_case_at_a_time() -> None:
+    done = CliRunner().invoke(app, ["bench", "drawn", "--jobs", "2", "--count", "1"])
+    assert done.exit_code == 2
+    assert "--jobs 1 on a CPU" in done.output

@@ -29,6 +29,8 @@ from fastlinear.op.spec import Arguments, leaves, mapped
 from fastlinear.op.step import Pieces
 
 OURS, EAGER, COMPILE = "fastlinear", "eager", "compile"
+GRAPHED = "compile in graphs"
+_SMALL = 1 << 26  # bytes of a call whose launches may tell: torch.compile records such ones as well
 _BACKWARD = "backward"
 Call = Callable[..., Any]
 """The arguments of a public call but the backend → its result."""
@@ -104,14 +106,17 @@ def peers(drawn: Drawn, arguments: Arguments, skip: Sequence[str]) -> Iterator[A
     yield Arm(EAGER, lambda *call: reference(*call, None), {})
     if COMPILE not in skip:
         torch._dynamo.reset()
-        yield Arm(COMPILE, _compiled(reference, len(arguments)), {})
+        yield Arm(COMPILE, _compiled(reference), {})
+        p = drawn.problem
+        if p.device == "cuda" and not p.captured and family(p.family).cost(p).bytes < _SMALL:
+            yield Arm(GRAPHED, _compiled(reference, mode="reduce-overhead"), {})
 
 
-def _compiled(reference: Call, count: int) -> Call:
+def _compiled(reference: Call, **how: Any) -> Call:
     def plain(*call: Any) -> Any:
         return reference(*call, None)
 
-    return torch.compile(plain, dynamic=False)
+    return torch.compile(plain, dynamic=False, **how)
 
 
 def _able(p: Problem, without: str) -> list[str]:
