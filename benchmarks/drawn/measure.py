@@ -48,9 +48,8 @@ def measure(
     """
     p = drawn.problem
     train = p.needs_grad
-    arguments, dy = ways.inputs_of(drawn, device, 0)
-    more = range(1, input_sets(p, (*arguments[:3], dy)))
-    sets = [(arguments, dy), *(ways.inputs_of(drawn, device, turn) for turn in more)]
+    with timed.exclusive():
+        arguments, dy = ways.inputs_of(drawn, device, 0)
     metric = "device" if p.captured else "wall"
     failed: dict[str, str] = {}
     with nullcontext() if train else torch.no_grad():
@@ -59,6 +58,8 @@ def measure(
             with suppress(Exception):  # told when it is judged
                 ways.runner(arm, arguments, dy, train)()  # compiles, beside other processes
         with timed.exclusive():
+            more = range(1, input_sets(p, (*arguments[:3], dy)))
+            sets = [(arguments, dy), *(ways.inputs_of(drawn, device, turn) for turn in more)]
             taking = _sound(drawn, device, arguments, dy, every, failed)
             runs = {}
             for arm in taking:

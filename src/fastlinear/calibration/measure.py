@@ -36,7 +36,7 @@ _SAMPLE_NS = 150_000
 _LEAST, _MOST, _WITHIN_S = 5, 9, 0.006
 _MOST_SETS, _LEAST_CALLS = 24, 16
 exclusive: Callable[[], AbstractContextManager[object]] = nullcontext
-"""Entered while a GPU is timed: processes that share one put a lock here."""
+"""Entered while a GPU is timed or has long work: processes that share one put a lock here."""
 _COMPOSED = ("pieces", "layerwise")  # of what other Problems choose
 
 
@@ -58,10 +58,12 @@ def measure_pieces(drawn: Drawn, device: torch.device) -> Iterator[Row]:
     """A row for each piece of a case: on a CPU what a call takes, on a GPU what it takes there."""
     for p in pieces_of(drawn.problem):
         make = partial(family(p.family).make_inputs, p, device)
-        sets = [make(drawn.inputs_seed)]
-        if device.type == "cuda":
-            more = range(1, min(_MOST_SETS, input_sets(p, sets[0])))
-            sets += [make(drawn.inputs_seed + turn) for turn in more]
+        with exclusive():
+            sets = [make(drawn.inputs_seed)]
+            if device.type == "cuda":
+                more = range(1, min(_MOST_SETS, input_sets(p, sets[0])))
+                sets += [make(drawn.inputs_seed + turn) for turn in more]
+                torch.cuda.synchronize(device)
         us = {}
         for backend in family(p.family).candidates(p.piece):
             if backend.name in _COMPOSED or backend.why_not_ready(p) is not None:

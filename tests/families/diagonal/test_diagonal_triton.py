@@ -79,7 +79,9 @@ def wrong(piece: str, inputs: tuple[Any, ...], **options: Any) -> list[str]:
 def posed(piece: str, dtype: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Every activation; sizes, layouts, biases and residuals take turns."""
     sizes = itertools.cycle(SIZES)
-    turns = itertools.cycle(itertools.product(("rows", "rows_apart"), (True, False), (True, False)))
+    turns = itertools.cycle(
+        itertools.product(("rows", "rows_apart", "strided"), (True, False), (True, False))
+    )
     for activation in NAMES if dtype != "float16" else ("none", "silu"):
         for _ in range(3 if ON_GPU else 2):
             x_layout, bias, residual = next(turns)
@@ -95,6 +97,16 @@ def posed(piece: str, dtype: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
             )
             made = family("diagonal_linear").make_inputs(p, torch.device(DEVICE), 0)
             yield p, made
+
+
+@compares
+def test_features_side_by_side_stay_so() -> None:
+    p = problem("forward", 40, 100, dtype="float32", device=DEVICE, x_layout="strided")
+    x, *rest = family("diagonal_linear").make_inputs(p, torch.device(DEVICE), 0)
+    assert backend.forward(x, *rest).t().is_contiguous()
+    out = torch.empty(40, 100, device=DEVICE)
+    assert backend.forward(x, *rest[:-1], out) is out
+    assert torch.equal(out, backend.forward(x, *rest))
 
 
 @compares

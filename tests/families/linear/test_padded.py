@@ -15,7 +15,7 @@ from fastlinear.dispatch.select import Choice
 from fastlinear.families.linear import padded, padded_problem, reference, selection
 from fastlinear.families.linear.problem import problem
 
-SIZES = [(5, 7, 9), (33, 31, 48), (8, 64, 17), (1, 1, 1), (40, 100, 30), (3, 15, 16)]
+SIZES = [(6, 32, 48), (5, 7, 9), (33, 31, 48), (8, 64, 17), (1, 1, 1), (40, 100, 30), (3, 15, 16)]
 
 
 @pytest.fixture
@@ -121,11 +121,17 @@ def posed(m: int, k: int, n: int, piece: str = "forward", **more: Any) -> Any:
     return problem(piece, m, k, n, **kind)
 
 
-def test_it_serves_odd_rows_only() -> None:
+def test_it_serves_what_does_not_lie_well() -> None:
     assert padded_problem.reason_not(posed(8, 100, 64)) is None
     assert padded_problem.reason_not(posed(8, 64, 100)) is None
     assert "already" in str(padded_problem.reason_not(posed(8, 64, 96)))
     assert "nothing" in str(padded_problem.reason_not(posed(0, 100, 96)))
+    assert padded_problem.reason_not(posed(8, 64, 96, x_layout="strided")) is None
+    assert padded_problem.reason_not(posed(8, 64, 96, w_layout="strided")) is None
+    assert "already" in str(padded_problem.reason_not(posed(8, 64, 96, w_layout="kn")))
+    assert "already" in str(
+        padded_problem.reason_not(posed(8, 64, 96, "grad_input", x_layout="strided"))
+    )
     assert "copies" in str(padded_problem.reason_not(posed(1 << 20, 1000, 96)))
     for piece in ("forward", "grad_input", "grad_weight", "backward"):
         (one,) = [b for b in family("linear_act").candidates(piece) if b.name == "padded"]

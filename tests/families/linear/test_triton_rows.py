@@ -51,6 +51,20 @@ def test_copies_of_rows(sizes: tuple[int, int], offset: int, dtype: torch.dtype)
 
 
 @compares
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(5, 7), (3, 130), (33, 64), (1, 1), (70, 100)])
+def test_copies_of_rows_that_lie_across(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    m, k = sizes
+    tall = torch.randn(k, m + 3, dtype=torch.float32).to(dtype).to(DEVICE)
+    tall[:, -1] = float("nan")
+    t = tall[:, 1 : m + 1].t()
+    for columns in (k, k + 5, -(-k // 16) * 16, k + 100):
+        expected = torch.zeros(m, columns, dtype=dtype, device=DEVICE)
+        expected[:, :k] = t
+        assert torch.equal(backend.copy_turned(t, columns), expected)
+
+
+@compares
 def test_memory_that_begins_anywhere_is_moved_by_what_it_allows() -> None:
     whole = torch.arange(130, dtype=torch.int16).to(DEVICE)
     for first in (0, 1, 2, 4):

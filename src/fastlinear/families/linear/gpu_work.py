@@ -21,6 +21,7 @@ from fastlinear.dispatch.roofline import (
 )
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.work import Work, call
+from fastlinear.families.linear import padded_problem
 from fastlinear.families.linear.problem import BACKWARD_PIECES, NAME, PIECES, STEP, WHOLE_BACKWARD
 from fastlinear.families.linear.triton import config, single_config
 from fastlinear.fastpath.autograd_node import node_work
@@ -110,13 +111,21 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
         kind, p, *sizes, layout, tiles=tiles, triton=backend == "triton", launched=launched
     )
     if backend == "padded":
-        numbers = m * k + k * n + m * n
+        numbers = _copied(p, m, k, n)
         copies = Work(f"{kind} copies", bytes_us(p, 2 * numbers), {"numbers": numbers})
         found += call(f"{kind} copy"), copies
     if p.piece != "forward" or plain:
         return found
     kept = ("kept",) if p.needs_grad and activation != "none" else ()
     return (*found, *swept(f"{NAME} {backend} epilogue", p, m, n, activation, *bias, *kept))
+
+
+def _copied(p: Problem, m: int, k: int, n: int) -> int:
+    """Numbers that ``padded`` copies."""
+    apart = padded_problem.apart(p)
+    if not padded_problem.aligned(p):
+        return m * k + k * n + m * n
+    return m * k * ("x" in apart) + k * n * ("w" in apart)
 
 
 def _launched(p: Problem, sizes: tuple[int, int, int], layout: str) -> Launched | None:

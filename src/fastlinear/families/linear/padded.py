@@ -1,11 +1,11 @@
 """Backend ``padded``: rows that do not begin at multiples of 16 bytes, copied to where they do.
 
-Products of such rows run many times below their rate, PyTorch's as well as ours: neither can load
-16 bytes at once. Zeros fill the copies up to multiples of 16 features. On Hopper, in 16 bits, the
-products of the copies write odd rows themselves, and the backward's first copy is the
-pre-activation's gradient, written where it is worked out. Elsewhere the product of aligned rows is
-the one that dispatch chooses for them, and what the zeros add is cut off. A copy reads and writes
-its tensor once.
+Products of such rows, or of numbers that lie in no rows, run many times below their rate, PyTorch's
+as well as ours: neither can load 16 bytes at once. Zeros fill the copies up to multiples of 16
+features. On Hopper, in 16 bits, the products of the copies write odd rows themselves, and the
+backward's first copy is the pre-activation's gradient, written where it is worked out. Elsewhere
+the product of aligned rows is the one that dispatch chooses for them, and what the zeros add is cut
+off. A copy reads and writes its tensor once.
 """
 
 from __future__ import annotations
@@ -122,12 +122,18 @@ def _wide(t: Tensor, rows: int | None = None) -> Tensor:
     """t (M, K) with zeros in columns K … up to a multiple and in rows M … ``rows``, dense."""
     m, k = t.shape
     rows, columns = rows or m, padded_size(k)
-    if (rows, columns) == (m, k):
-        return t.contiguous()
+    if (rows, columns) == (m, k) and t.is_contiguous():
+        return t
     if _has_kernels(t) and t.stride(1) == 1:
         from fastlinear.families.linear.triton import backend
 
         return backend.copy_rows(t, rows, columns)
+    if _has_kernels(t) and t.stride(0) == 1 and rows == m:
+        from fastlinear.families.linear.triton import backend
+
+        return backend.copy_turned(t, columns)
+    if (rows, columns) == (m, k):
+        return t.contiguous()
     wide = t.new_empty(rows, columns)
     wide[:m, :k].copy_(t)
     wide[:m, k:].zero_()

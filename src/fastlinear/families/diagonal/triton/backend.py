@@ -42,23 +42,28 @@ def forward(
     """act(x ∘ w + b) + r in one pass, float32 arithmetic.
 
     Args:
-        x: (M, K) of float32, bfloat16 or float16 with unit stride along K; others are copied.
+        x: (M, K) of float32, bfloat16 or float16 with unit stride along K, or along M, as the new
+            tensor has then; others are copied.
         weight, bias: (K,), contiguous; bias may be None.
         activation: its name.
-        residual: (M, K) laid out as x may be, or None.
+        residual: (M, K) laid out as x, or None; others are copied.
         out: contiguous (M, K) to write to, or None for a new tensor.
         config: launch configuration; None picks one.
     """
-    x, residual = _unit(x), None if residual is None else _unit(residual)
+    turned = out is None and _turned(x) and (residual is None or _turned(residual))
+    if turned:
+        x, residual = x.t(), None if residual is None else residual.t()
+    else:
+        x, residual = _unit(x), None if residual is None else _unit(residual)
     y = _empty(x.shape, x) if out is None else out
-    if x.numel() == 0:
-        return y
-    key = _forward_key(x, weight, bias, activation, residual, config, y.data_ptr() & 15)
-    launch = _plans.get(key)
-    if launch is None:
-        launch = _remember(key, _forward_launch(x, activation, residual, config))
-    launch(x, weight, bias, residual, y)
-    return y
+    if x.numel():
+        bits = y.data_ptr() & 15
+        key = turned, *_forward_key(x, weight, bias, activation, residual, config, bits)
+        launch = _plans.get(key)
+        if launch is None:
+            launch = _remember(key, _forward_launch(x, activation, residual, config, turned))
+        launch(x, weight, bias, residual, y)
+    return y.t() if turned else y
 
 
 def backward(
@@ -185,12 +190,17 @@ class _Backward:
 
 
 def _forward_launch(
-    x: Tensor, activation: str, residual: Tensor | None, config: DiagonalConfig | None
+    x: Tensor,
+    activation: str,
+    residual: Tensor | None,
+    config: DiagonalConfig | None,
+    turned: bool,
 ) -> EarlyLaunch:
+    """The forward's launch; where x is ``turned``, its rows are features."""
     m, k = x.shape
     own = config or config_for("forward", m, k, x.itemsize, activation)
     strides = [k if t is None or m == 1 else t.stride(0) for t in (x, residual)]
-    made = cut(m, k, all(s == k for s in strides), _units(x), own)
+    made = cut(m, k, not turned and all(s == k for s in strides), _units(x), own)
     return EarlyLaunch(
         _diagonal_linear_fwd_kernel,
         (made.blocks * made.strips,),
@@ -198,6 +208,7 @@ def _forward_launch(
             *_sizes(made, k),
             *(_stride(made, s, k) for s in strides),
             *_choices(made, activation, x, own),
+            turned,
         ),
         x.device,
         warps=own.warps,
@@ -232,6 +243,11 @@ def _forward_key(
     rest = None if residual is None else residual.stride(0)
     layout = x.shape, x.stride(0), rest, x.dtype, x.device
     return (*layout, activation, bits, out_bits, config)
+
+
+def _turned(x: Tensor) -> bool:
+    """Whether numbers of a feature lie side by side, and those of a row do not."""
+    return x.shape[1] > 1 and x.shape[0] > 1 and x.stride(0) == 1 and x.stride(1) >= x.shape[0]
 
 
 def _unit(x: Tensor) -> Tensor:

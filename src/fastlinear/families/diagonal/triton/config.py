@@ -192,8 +192,6 @@ def reason_not(p: Problem) -> str | None:
         return "no kernel for float64"
     if torch.cuda.get_device_capability() < (8, 0):
         return "needs compute capability 8.0 or later"
-    if p.option("x") == "strided":
-        return "features do not lie side by side; PyTorch's own ops keep such a layout"
     if p.dim("M") >= _MOST_ROWS or p.dim("K") >= _MOST_FEATURES:
         return f"serves fewer than {_MOST_ROWS} rows and {_MOST_FEATURES} features"
     return None

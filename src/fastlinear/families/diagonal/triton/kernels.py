@@ -91,22 +91,28 @@ def _diagonal_linear_fwd_kernel(
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
     EARLY: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """One program computes y = act(x w + b) + residual on BLOCK_K columns of every STRIPS-th tile
     of BLOCK_M rows.
 
     BLOCKS programs share a tile's rows. y is dense. b_ptr and residual_ptr may be None. With EVEN
-    every tile lies inside.
+    every tile lies inside. With TURNED a row is a feature: each has a number of w and of b.
     """
     _begin(EARLY)
     strip = tl.program_id(0) // BLOCKS
     col_offs = (tl.program_id(0) % BLOCKS) * BLOCK_K + tl.arange(0, BLOCK_K)
-    w = _parameters(w_ptr, col_offs, K, WIDTH, FOLDED, EVEN)[None, :]
-    if b_ptr is not None:
-        b = _parameters(b_ptr, col_offs, K, WIDTH, FOLDED, EVEN)[None, :]
+    if not TURNED:
+        w = _parameters(w_ptr, col_offs, K, WIDTH, FOLDED, EVEN)[None, :]
+        if b_ptr is not None:
+            b = _parameters(b_ptr, col_offs, K, WIDTH, FOLDED, EVEN)[None, :]
     for row in tl.range(strip * BLOCK_M, ROWS, STRIPS * BLOCK_M, num_stages=STAGES):
         row_offs = row + tl.arange(0, BLOCK_M)
         mask = _inside(row_offs, col_offs, ROWS, WIDTH, LAST)
+        if TURNED:
+            w = _parameters(w_ptr, row_offs, K, ROWS, False, EVEN)[:, None]
+            if b_ptr is not None:
+                b = _parameters(b_ptr, row_offs, K, ROWS, False, EVEN)[:, None]
         pre = _tile(x_ptr, row_offs, col_offs, x_row_stride, mask, EVEN) * w
         if b_ptr is not None:
             pre += b

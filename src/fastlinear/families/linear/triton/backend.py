@@ -21,6 +21,7 @@ from fastlinear.families.linear.triton.few_rows import _few_rows_forward_kernel
 from fastlinear.families.linear.triton.gemm_config import GemmConfig
 from fastlinear.families.linear.triton.product import (
     Product,
+    Turn,
     Turned,
     gradient_product,
     math_of,
@@ -192,6 +193,16 @@ def copy_rows(t: Tensor, rows: int, columns: int) -> Tensor:
         plan = _remember(key, Launch(_copy_rows_kernel, grid, rest, t.device, warps=4))
     plan(t, into)
     return out
+
+
+def copy_turned(t: Tensor, columns: int) -> Tensor:
+    """t (M, K), rows contiguous along M, as a dense (M, columns), filled up with zeros."""
+    turned = t.t()
+    key = "turned", t.shape, t.stride(1), t.dtype, t.device, columns, t.data_ptr() & 15
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _remember(key, Turn(turned, columns))
+    return plan.run(turned)  # type: ignore[no-any-return]
 
 
 def _moved_at_once(t: Tensor, columns: int) -> torch.dtype:

@@ -106,12 +106,14 @@ def _copy_rows_kernel(
 
 
 @triton.jit
-def _turn_kernel(from_ptr, to_ptr, ROWS, COLS, row_stride, BLOCK: tl.constexpr):
-    """One program moves a tile of BLOCK x BLOCK of (ROWS, COLS) to its place in (COLS, ROWS)."""
+def _turn_kernel(from_ptr, to_ptr, ROWS, COLS, row_stride, TO_COLS, BLOCK: tl.constexpr):
+    """One program moves a tile of BLOCK x BLOCK of (ROWS, COLS) to its place in (COLS, TO_COLS),
+    with zeros from column ROWS on."""
     across = tl.cdiv(COLS, BLOCK)
     rows = (tl.program_id(0) // across * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     cols = (tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     mask = (rows < ROWS)[:, None] & (cols < COLS)[None, :]
-    tile = tl.load(from_ptr + rows[:, None] * row_stride + cols[None, :], mask=mask)
-    to = to_ptr + cols[:, None] * ROWS + rows[None, :]
-    tl.store(to, tl.trans(tile), mask=tl.trans(mask))
+    tile = tl.load(from_ptr + rows[:, None] * row_stride + cols[None, :], mask=mask, other=0.0)
+    to = to_ptr + cols[:, None] * TO_COLS + rows[None, :]
+    there = (rows < TO_COLS)[:, None] & (cols < COLS)[None, :]
+    tl.store(to, tl.trans(tile), mask=tl.trans(there))

@@ -143,8 +143,8 @@ class Turned:
 
     def __init__(self, a: Tensor, b: Tensor, activation: str, config: GemmConfig) -> None:
         turn_a, turn_b = _across(a, b)
-        self._a = _Turn(a.t()) if turn_a else None
-        self._b = _Turn(b) if turn_b else None
+        self._a = Turn(a.t()) if turn_a else None
+        self._b = Turn(b) if turn_b else None
         rows, cols, depth = a.shape[0], b.shape[1], a.shape[1]
         if turn_a:  # what it is like is all that matters here
             a = a.as_strided((rows, depth), (depth, 1))
@@ -163,16 +163,18 @@ class Turned:
         self._product.run(a, b, bias, out, pre)
 
 
-class _Turn:
-    """The launch of tᵀ, contiguous, for matrices t of one kind whose columns are contiguous."""
+class Turn:
+    """The launch of tᵀ, dense, for matrices t of one kind whose columns are contiguous; with zeros
+    in its columns from t's rows on to ``columns``, if that is given."""
 
     __slots__ = ("_launch", "_shape")
 
-    def __init__(self, t: Tensor) -> None:
+    def __init__(self, t: Tensor, columns: int = 0) -> None:
         rows, cols = t.shape
-        self._shape = (cols, rows)
-        tiles = -(-rows // _TURN_BLOCK) * -(-cols // _TURN_BLOCK)
-        rest = (rows, cols, t.stride(0), _TURN_BLOCK)
+        columns = columns or rows
+        self._shape = (cols, columns)
+        tiles = -(-columns // _TURN_BLOCK) * -(-cols // _TURN_BLOCK)
+        rest = (rows, cols, t.stride(0), columns, _TURN_BLOCK)
         self._launch = Launch(_turn_kernel, (tiles,), rest, t.device, warps=4)
 
     def run(self, t: Tensor) -> Tensor:
