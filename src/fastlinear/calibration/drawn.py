@@ -126,7 +126,7 @@ def _rows(rng: Random) -> int:
     return _log_uniform(rng, 1, _MOST_ROWS)
 
 
-def _width(rng: Random, most: int = 16384) -> int:
+def width(rng: Random, most: int = 16384) -> int:
     """A number of features: published, a power of two, a multiple, or anything."""
     kinds: tuple[Callable[[], int], ...] = (
         lambda: rng.choice(_PUBLISHED),
@@ -146,7 +146,7 @@ def _multiple(rng: Random, of: int) -> int:
 def _head(rng: Random) -> int:
     """Outputs of a network: one number, a few classes or actions, or features."""
     kind = rng.random()
-    return 1 if kind < 0.3 else rng.randint(2, 32) if kind < 0.7 else _width(rng, 4096)
+    return 1 if kind < 0.3 else rng.randint(2, 32) if kind < 0.7 else width(rng, 4096)
 
 
 def _activation(rng: Random) -> str:
@@ -162,8 +162,8 @@ _Draw = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _linear(rng: Random) -> _Draw:
-    n = 1 if rng.random() < 0.05 else _width(rng)
-    return (_rows(rng), _width(rng), n), {
+    n = 1 if rng.random() < 0.05 else width(rng)
+    return (_rows(rng), width(rng), n), {
         "activation": _activation(rng),
         "bias": _mostly(rng, True, False),
         "x_layout": _mostly(rng, "rows", "rows", "strided"),
@@ -172,14 +172,14 @@ def _linear(rng: Random) -> _Draw:
 
 
 def _mlp(rng: Random) -> _Draw:
-    depth, kind, hidden = rng.randint(1, 10), rng.random(), _width(rng, 4096)
+    depth, kind, hidden = rng.randint(1, 10), rng.random(), width(rng, 4096)
     if kind < 0.35:
         widths = [hidden] * (depth + 1)
     elif kind < 0.65:
-        widths = [_width(rng, 4096), *[hidden] * (depth - 1), _head(rng)]
+        widths = [width(rng, 4096), *[hidden] * (depth - 1), _head(rng)]
     else:  # a tower that narrows
-        inner = sorted((_width(rng, 2048) for _ in range(depth - 1)), reverse=True)
-        widths = [_width(rng, 4096), *inner, _head(rng)]
+        inner = sorted((width(rng, 2048) for _ in range(depth - 1)), reverse=True)
+        widths = [width(rng, 4096), *inner, _head(rng)]
     activation = _activation(rng)
     return (_rows(rng), tuple(widths)), {
         "activation": activation,
@@ -191,9 +191,9 @@ def _mlp(rng: Random) -> _Draw:
 
 
 def _gated(rng: Random) -> _Draw:
-    k, kind = _width(rng, 8192), rng.random()
-    hidden = _width(rng) if rng.random() < 0.5 else max(1, round(k * rng.choice((1, 2, 8 / 3, 4))))
-    down = () if kind < 0.15 else (k,) if kind < 0.85 else (_width(rng, 8192),)
+    k, kind = width(rng, 8192), rng.random()
+    hidden = width(rng) if rng.random() < 0.5 else max(1, round(k * rng.choice((1, 2, 8 / 3, 4))))
+    down = () if kind < 0.15 else (k,) if kind < 0.85 else (width(rng, 8192),)
     return (_rows(rng), k, hidden, *down), {
         "activation": _mostly(rng, rng.choice(("silu", "gelu", "gelu_tanh")), *ACTIVATIONS),
         "bias": _mostly(rng, "no", "yes", "some"),
@@ -204,7 +204,7 @@ def _gated(rng: Random) -> _Draw:
 
 
 def _diagonal(rng: Random) -> _Draw:
-    return (_rows(rng), _width(rng)), {
+    return (_rows(rng), width(rng)), {
         "activation": _activation(rng),
         "bias": _mostly(rng, True, False),
         "residual": _mostly(rng, False, True),
@@ -217,8 +217,8 @@ def _grouped(rng: Random) -> _Draw:
     length = _log_uniform(rng, 1, 4096) if order == "channels" else 0
     batch = _log_uniform(rng, 1, max(1, _MOST_ROWS // max(1, length)))
     rows = batch * max(1, length)
-    k = _width(rng, 1024)
-    n = rng.choice((1, k, _width(rng, 1024), _width(rng, 1024)))
+    k = width(rng, 1024)
+    n = rng.choice((1, k, width(rng, 1024), width(rng, 1024)))
     return (rows, _log_uniform(rng, 2, 1024), k, n, length), {
         "activation": _activation(rng),
         "bias": _mostly(rng, True, False),
@@ -229,13 +229,13 @@ def _grouped(rng: Random) -> _Draw:
 
 
 def _ragged(rng: Random) -> _Draw:
-    sizes = _rows(rng), _log_uniform(rng, 8, 256), _width(rng, 8192), _width(rng, 8192)
+    sizes = _rows(rng), _log_uniform(rng, 8, 256), width(rng, 8192), width(rng, 8192)
     return sizes, {"activation": _activation(rng), "bias": _mostly(rng, True, False)}
 
 
 def _unequal(rng: Random) -> _Draw:
     rows, groups = _rows(rng), _log_uniform(rng, 2, 256)
-    return (max(rows, groups), groups, _width(rng, 4096), _width(rng, 4096)), {
+    return (max(rows, groups), groups, width(rng, 4096), width(rng, 4096)), {
         "activation": _activation(rng),
         "bias": _mostly(rng, "yes", "no", "some"),
         "rows": rng.choice(("aligned", "unaligned")),

@@ -35,6 +35,7 @@ ALONE = "alone "
 _SAMPLE_NS = 150_000
 _LEAST, _MOST, _WITHIN_S = 5, 9, 0.006
 _MOST_SETS, _LEAST_CALLS = 24, 16
+_MOST_REPLAYS, _ALIKE = 30, 1.03
 exclusive: Callable[[], AbstractContextManager[object]] = nullcontext
 """Entered while a GPU is timed or has long work: processes that share one put a lock here."""
 _COMPOSED = ("pieces", "layerwise")  # of what other Problems choose
@@ -107,7 +108,8 @@ def device_us(
     run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], device: torch.device
 ) -> float | None:
     """Microseconds that a GPU takes for a call: the second least of a few replays of a CUDA graph,
-    which rotates over inputs. None where it cannot be captured."""
+    which rotates over inputs, or of more until another is as quick: other processes may warm up
+    meanwhile. None where it cannot be captured."""
     for _ in range(2):
         run(*sets[0])
     torch.cuda.synchronize(device)
@@ -122,8 +124,8 @@ def device_us(
         graph = recorded(calls, device)
         if graph is None:
             return None
-        samples = []
-        for _ in range(_LEAST):
+        samples: list[float] = []
+        while len(samples) < _MOST_REPLAYS and not (len(samples) >= _LEAST and _agree(samples)):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize(device)
             begin.record()
@@ -132,6 +134,11 @@ def device_us(
             end.synchronize()
             samples.append(begin.elapsed_time(end) * 1e3 / (turns * len(sets)))
     return round(sorted(samples)[1], 3)
+
+
+def _agree(samples: list[float]) -> bool:
+    least, second = sorted(samples)[:2]
+    return second <= _ALIKE * least
 
 
 def quick_us(run: Callable[[], Any]) -> float:

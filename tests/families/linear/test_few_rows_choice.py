@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.experiments.few_rows import read, regrets
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.linear import reference
 from fastlinear.families.linear.cuda import few_rows
@@ -16,11 +19,13 @@ from fastlinear.families.linear.cuda.few_rows_config import (
     HalfConfig,
     SingleConfig,
     config_for,
+    microseconds,
     padded_rows,
     reason_not,
     spread,
 )
 
+ROOT = Path(__file__).parents[3]
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -36,6 +41,19 @@ def test_what_is_served_can_be_built(M: int, K: int, dtype: torch.dtype) -> None
             config = config_for(M, K, N, dtype)
             assert config.invalid(rows, K) is None
             assert (config.cluster - 1) * config.span < max(K, 1024), "blocks without work"
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 1.03), ("float32", 1.055)])
+def test_the_model_of_time_chooses_what_was_fastest(dtype: str, limit: float) -> None:
+    """Of the configurations that were timed for each of 3,384 drawn layers."""
+    rows = read(ROOT / "results/nvidia-h200/few-rows.jsonl.gz")[dtype]
+    sizes, configs, us = zip(*rows, strict=True)
+    of = getattr(torch, dtype)
+    told = [microseconds(c, *s, of) for s, c in zip(sizes, configs, strict=True)]
+    found = regrets(sizes, np.array(us), np.array(told))
+    assert len(found) > 1100
+    assert np.exp(np.log(found).mean()) < limit
+    assert np.exp(np.log(regrets(sizes, np.array(us), np.ones(len(us)))).mean()) > 1.2
 
 
 SERVED = [

@@ -98,6 +98,11 @@ def _products_us(p: Problem, backend: str, groups: int, m: int) -> tuple[float, 
     return us * (groups if alone else 1), ()
 
 
+def _strided(p: Problem) -> tuple[str, ...]:
+    """What does not lie densely, with the order of x: it says how far apart numbers lie."""
+    return tuple(f"{flag} in {p.option('order')}" for flag in flags_of(p, "x", "w"))
+
+
 def _launched(c: config.ProductConfig) -> tuple[Launched, tuple[str, ...]]:
     way = (f"tile:{c.block_m}x{c.block_n}", "streaming" if c.block_k else "resident")
     return (c.block_m, c.block_n, 1), way
@@ -128,7 +133,9 @@ def _device(p: Problem, backend: str) -> tuple[Work, ...]:
     if channels:
         sizes["length"] = p.dim("L")
     options = [name for name in ("order", "x", "w", "rows") if name in dict(p.options)]
-    layouts = (*flags_of(p, *options), *rows_at(p, k), *rows_at(p, n), *way)
+    strided = _strided(p) if p.family == NAME else ()
+    crossed = tuple(f"{way[-1]} {flag}" for flag in strided) if way else ()
+    layouts = (*flags_of(p, *options), *rows_at(p, k), *rows_at(p, n), *way, *strided, *crossed)
     more = (*flags_of(p, "bias"), *(rows_at(p, p.dim("L")) if channels else ()))
     inner = (k, p.dim("L")) if channels else (k, n)
     rows = of_rows(size, inner, triton=backend in _TRITON)

@@ -22,6 +22,7 @@ from fastlinear.dispatch.roofline import (
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.work import Work, call
 from fastlinear.families.linear import padded_problem
+from fastlinear.families.linear.cuda import few_rows_config
 from fastlinear.families.linear.problem import BACKWARD_PIECES, NAME, PIECES, STEP, WHOLE_BACKWARD
 from fastlinear.families.linear.triton import config, single_config
 from fastlinear.fastpath.autograd_node import node_work
@@ -107,9 +108,12 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
         launched = _launched(p, sizes, layout)
         if launched is None:
             kind, tiles = f"{kind} few rows", FEW_ROWS
-    found = tiled(
-        kind, p, *sizes, layout, tiles=tiles, triton=backend == "triton", launched=launched
-    )
+    if backend == "few_rows":
+        found = _few_rows(kind, p, *sizes)
+    else:
+        found = tiled(
+            kind, p, *sizes, layout, tiles=tiles, triton=backend == "triton", launched=launched
+        )
     if backend == "padded":
         numbers = _copied(p, m, k, n)
         copies = Work(f"{kind} copies", bytes_us(p, 2 * numbers), {"numbers": numbers})
@@ -126,6 +130,14 @@ def _copied(p: Problem, m: int, k: int, n: int) -> int:
     if not padded_problem.aligned(p):
         return m * k + k * n + m * n
     return m * k * ("x" in apart) + k * n * ("w" in apart)
+
+
+def _few_rows(kind: str, p: Problem, m: int, k: int, n: int) -> tuple[Work, ...]:
+    dtype = _dtype(p)
+    config = few_rows_config.config_for(m, k, n, dtype)
+    sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
+    us = few_rows_config.microseconds(config, m, k, n, dtype)
+    return call(kind), Work(f"{kind} product", us - few_rows_config.start_us(dtype), sizes)
 
 
 def _launched(p: Problem, sizes: tuple[int, int, int], layout: str) -> Launched | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from operator import mul
 
 import torch
 
@@ -19,8 +20,24 @@ _SHARED_OF_A_UNIT, _SHARED_OF_A_BLOCK = 233_472, 1_024  # what one has, and take
 _POOL, POOL_PERCENT = 135_168, 50
 _MAX_SIZE = 1 << 30
 _MAX_STRIDE = (1 << 31) - 1
-_REGISTERS, _OTHER_REGISTERS = 65_536, 24
-_MOST_BLOCKS = 8  # of a cluster, on any Hopper
+_REGISTERS, _THREADS = 65_536, 2048
+_OTHER_REGISTERS, _MORE_REGISTERS = 24, 40  # in 16 bits, in float32
+_UNITS = 132
+_HOLD = {1: 132, 2: 132, 4: 124, 8: 120}
+"""Blocks of a cluster → multiprocessors that clusters find room on: they cross no GPC's border."""
+_L2_BYTES, _TURNS, _TURN_BYTES = 4e7, 24, 1.2e8  # of L2, and what weights are read in turn
+_LOADERS = 16  # warps that ask for all that a multiprocessor can load
+TERMS = (
+    *("start", "clusters", "thousand blocks", "trips to the weights", "10 KB of sums"),
+    *("100 KB of x", "10 million products", "100 KB of a warp", "100 KB of the busiest"),
+    "100 KB of all out of memory",
+)
+_US = {
+    4: (0.7599, 0.602, 1.218, 0.2731, 0.6522, 1.34, 21.13, 3.713, 0.8302, 1.634),
+    2: (0.9196, 0.5486, 1.456, 0.4465, 0.1042, 0.9021, 8.339, 2.486, 0.6102, 2.313),
+}
+"""Size of a number → microseconds of each of ``TERMS``: fitted to 37,700 launches on an H200 by
+``python -m benchmarks.experiments.few_rows``."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +82,18 @@ class SingleConfig:
         """Shared memory besides: the warps' sums, and those a block has from the others."""
         return (self.warps * self.cluster + 1) * rows * self.block_n * 4 // self.cluster
 
+    def registers(self, rows: int, K: int) -> int:
+        """About what a thread has: weights, sums, and the rest."""
+        return self.cols * (self.steps * 4 * (1 + self.many(K)) + rows) + _MORE_REGISTERS
+
     def invalid(self, rows: int, K: int) -> str | None:
         """Why it cannot be built for so many rows, or None."""
         if self.cols not in (1, 2, 4) or self.warps not in (4, 8, 16):
             return f"cols {self.cols} must be 1, 2 or 4, warps {self.warps} 4, 8 or 16"
         if rows * self.block_n % self.cluster:
             return f"{rows} rows of {self.block_n} outputs in {self.cluster} blocks"
+        if self.registers(rows, K) > min(255, _REGISTERS // self.threads):
+            return f"weights and sums of {self.cols} outputs and {rows} rows fill the registers"
         return _no_room(self.shared_bytes(rows, K))
 
 
@@ -119,13 +142,17 @@ class HalfConfig:
         """Shared memory besides."""
         return 0
 
+    def registers(self, rows: int, K: int) -> int:
+        """About what a thread has: weights, sums, x, and the rest."""
+        held = self.tiles * (self.steps * 8 + rows // 2 + 4) + rows // 2
+        return held + _OTHER_REGISTERS
+
     def invalid(self, rows: int, K: int) -> str | None:
         """Why it cannot be built for so many rows, or None."""
         if self.threads % (self.block_n // 4):
             return f"{self.threads} threads do not divide by {self.block_n // 4} groups of outputs"
-        held = self.tiles * self.steps * 8 + self.tiles * rows // 2 + rows // 2
         granted = _REGISTERS // (-(-self.threads // 128) * 128)  # warps come in fours
-        if held + _OTHER_REGISTERS + 4 * self.tiles > min(255, granted):
+        if self.registers(rows, K) > min(255, granted):
             return f"weights, sums and x of {self.tiles} tiles and {rows} rows fill the registers"
         return _no_room(self.shared_bytes(rows, K))
 
@@ -133,139 +160,8 @@ class HalfConfig:
 Config = SingleConfig | HalfConfig
 
 
-# Measured on an H200 at K = N, L2 warm: padded rows → features → configuration.
-_SINGLE = {
-    2: {
-        128: SingleConfig(1, 4, 1),
-        256: SingleConfig(1, 8, 1),
-        512: SingleConfig(1, 8, 2),
-        1024: SingleConfig(2, 16, 2),
-        2048: SingleConfig(4, 16, 1),
-        4096: SingleConfig(4, 8, 2),
-    },
-    4: {
-        128: SingleConfig(1, 4, 1),
-        256: SingleConfig(1, 8, 1),
-        512: SingleConfig(2, 4, 4),
-        1024: SingleConfig(4, 16, 2),
-        2048: SingleConfig(4, 16, 1),
-        4096: SingleConfig(4, 8, 2),
-    },
-    8: {
-        128: SingleConfig(1, 4, 1),
-        256: SingleConfig(2, 4, 2),
-        512: SingleConfig(2, 4, 4),
-        1024: SingleConfig(2, 16, 1),
-        2048: SingleConfig(4, 8, 2),
-        4096: SingleConfig(4, 4, 4),
-    },
-    16: {
-        128: SingleConfig(1, 4, 1),
-        256: SingleConfig(2, 4, 2),
-        512: SingleConfig(2, 4, 4),
-        1024: SingleConfig(2, 8, 2),
-        2048: SingleConfig(4, 8, 2),
-        4096: SingleConfig(4, 4, 4),
-    },
-}
-# Padded rows and shape → what is taken where K is more than a span: the same span without stack.
-_LONG = {(2, SingleConfig(2, 16, 2)): SingleConfig(2, 8, 4)}
-# The same with weights out of memory: most rows → (K, N) → configuration.
-_HALF: dict[int, dict[tuple[int, int], HalfConfig]] = {
-    2: {
-        (512, 512): HalfConfig(2, 2, 8, 2),
-        (1024, 1024): HalfConfig(1, 1, 8, 4),
-        (1024, 4096): HalfConfig(1, 1, 8, 2),
-        (1024, 11008): HalfConfig(1, 2, 8, 4),
-        (2048, 1024): HalfConfig(1, 1, 16, 4),
-        (2048, 2048): HalfConfig(1, 1, 16, 2),
-        (2048, 8192): HalfConfig(1, 2, 8, 4),
-        (4096, 1024): HalfConfig(1, 1, 16, 2, 2),
-        (4096, 2048): HalfConfig(1, 1, 16, 4),
-        (4096, 4096): HalfConfig(1, 1, 16, 4),
-        (4096, 11008): HalfConfig(2, 2, 8, 4),
-        (5120, 2048): HalfConfig(1, 1, 16, 4),
-        (8192, 2048): HalfConfig(1, 1, 16, 4),
-        (8192, 8192): HalfConfig(2, 1, 16, 4),
-        (11008, 4096): HalfConfig(2, 2, 4, 4, 2),
-        (14336, 4096): HalfConfig(2, 2, 8, 2, 2),
-        (24576, 3072): HalfConfig(2, 2, 8, 4, 4),
-        (28672, 8192): HalfConfig(2, 2, 8, 2, 4),
-    },
-    8: {
-        (512, 512): HalfConfig(2, 2, 8, 2),
-        (1024, 1024): HalfConfig(1, 1, 16, 2),
-        (1024, 4096): HalfConfig(1, 2, 8, 2),
-        (1024, 11008): HalfConfig(1, 4, 4, 4),
-        (2048, 1024): HalfConfig(1, 1, 16, 2),
-        (2048, 2048): HalfConfig(1, 1, 16, 2),
-        (2048, 8192): HalfConfig(1, 4, 4, 2, 2),
-        (4096, 1024): HalfConfig(1, 1, 16, 2, 2),
-        (4096, 2048): HalfConfig(1, 2, 8, 4, 2),
-        (4096, 4096): HalfConfig(1, 4, 4, 4, 2),
-        (4096, 11008): HalfConfig(1, 4, 4, 2, 4),
-        (5120, 2048): HalfConfig(1, 2, 8, 4, 2),
-        (8192, 2048): HalfConfig(2, 1, 16, 2, 2),
-        (8192, 8192): HalfConfig(2, 2, 4, 4, 8),
-        (11008, 4096): HalfConfig(2, 2, 8, 2, 2),
-        (14336, 4096): HalfConfig(2, 1, 16, 2, 2),
-        (24576, 3072): HalfConfig(2, 1, 8, 4, 8),
-        (28672, 8192): HalfConfig(2, 2, 4, 4, 8),
-    },
-    16: {
-        (512, 512): HalfConfig(2, 2, 8, 2),
-        (1024, 1024): HalfConfig(1, 1, 8, 2),
-        (1024, 4096): HalfConfig(1, 2, 8, 2),
-        (1024, 11008): HalfConfig(2, 2, 4, 2, 2),
-        (2048, 1024): HalfConfig(1, 1, 8, 2, 2),
-        (2048, 2048): HalfConfig(1, 2, 8, 2, 2),
-        (2048, 8192): HalfConfig(2, 2, 4, 4),
-        (4096, 1024): HalfConfig(1, 4, 4, 4, 4),
-        (4096, 2048): HalfConfig(2, 1, 8, 4, 2),
-        (4096, 4096): HalfConfig(2, 2, 4, 4, 2),
-        (4096, 11008): HalfConfig(2, 2, 4, 4, 4),
-        (5120, 2048): HalfConfig(1, 2, 8, 2, 2),
-        (8192, 2048): HalfConfig(1, 2, 8, 4, 2),
-        (8192, 8192): HalfConfig(1, 4, 4, 4, 2),
-        (11008, 4096): HalfConfig(1, 4, 4, 4, 2),
-        (14336, 4096): HalfConfig(2, 1, 8, 4, 8),
-        (24576, 3072): HalfConfig(1, 4, 4, 4, 8),
-        (28672, 8192): HalfConfig(1, 4, 4, 4, 8),
-    },
-    32: {
-        (512, 512): HalfConfig(2, 1, 8, 4),
-        (1024, 1024): HalfConfig(1, 1, 8, 2),
-        (1024, 4096): HalfConfig(2, 1, 8, 2),
-        (1024, 11008): HalfConfig(2, 2, 4, 2),
-        (2048, 1024): HalfConfig(1, 1, 8, 2, 2),
-        (2048, 2048): HalfConfig(2, 1, 8, 2, 2),
-        (2048, 8192): HalfConfig(1, 4, 4, 4),
-        (4096, 1024): HalfConfig(2, 2, 4, 2, 8),
-        (4096, 2048): HalfConfig(1, 2, 8, 4, 2),
-        (4096, 4096): HalfConfig(1, 4, 4, 4, 2),
-        (4096, 11008): HalfConfig(2, 2, 4, 2, 4),
-        (5120, 2048): HalfConfig(2, 1, 8, 2, 2),
-        (8192, 2048): HalfConfig(2, 2, 4, 2, 8),
-        (8192, 8192): HalfConfig(2, 2, 4, 2, 8),
-        (11008, 4096): HalfConfig(2, 2, 4, 4, 8),
-        (14336, 4096): HalfConfig(1, 4, 4, 4, 8),
-        (24576, 3072): HalfConfig(1, 4, 4, 4, 8),
-    },
-    64: {
-        (512, 512): HalfConfig(2, 1, 8, 4),
-        (1024, 1024): HalfConfig(1, 1, 8, 2),
-        (1024, 4096): HalfConfig(1, 2, 8, 2),
-        (2048, 2048): HalfConfig(1, 2, 4, 4, 2),
-        (2048, 8192): HalfConfig(2, 2, 4, 4, 2),
-        (4096, 1024): HalfConfig(2, 2, 4, 4, 4),
-        (4096, 4096): HalfConfig(2, 2, 4, 4, 4),
-        (4096, 11008): HalfConfig(2, 2, 4, 4, 4),
-        (5120, 2048): HalfConfig(2, 2, 4, 2, 8),
-        (8192, 2048): HalfConfig(2, 2, 4, 4, 8),
-        (8192, 8192): HalfConfig(2, 2, 4, 4, 8),
-        (11008, 4096): HalfConfig(1, 2, 4, 4, 8),
-    },
-}
+_HALF = tuple(HalfConfig(*c) for c in product((1, 2), (1, 2, 4), (4, 8, 16), (2, 4), (1, 2, 4, 8)))
+_SINGLE = tuple(SingleConfig(*c) for c in product((1, 2, 4), (4, 8, 16), (1, 2, 4), (1, 2, 4)))
 
 
 def _no_room(size: int) -> str | None:
@@ -349,30 +245,64 @@ def reason_not(
     return (config or config_for(M, K, N, dtype)).invalid(padded_rows(M, dtype), K)
 
 
-def _measured(M: int, K: int, N: int, dtype: torch.dtype) -> Config:
-    """What was measured nearest: by the size of the weight, in 16-bit dtypes by K and, as blocks
-    follow from it, by N twice as much."""
+def candidates(M: int, K: int, dtype: torch.dtype) -> list[Config]:
+    """Configurations that can be built for so many rows of x and have work for all their blocks."""
     rows = padded_rows(M, dtype)
-    if dtype.itemsize == 4:
-        known, size = _SINGLE[rows], math.log2(K * N) / 2
-        return known[min(known, key=lambda features: abs(math.log2(features) - size))]
-    shapes = _HALF[2 if M <= 2 else rows]
-    return shapes[
-        min(shapes, key=lambda s: abs(math.log2(K / s[0])) + 2 * abs(math.log2(N / s[1])))
-    ]
+    every: tuple[Config, ...] = _SINGLE if dtype.itemsize == 4 else _HALF
+    busy = (c for c in every if (c.cluster - 1) * c.span < K)
+    return [c for c in busy if c.invalid(rows, K) is None]
 
 
 @lru_cache(maxsize=1024)
 def config_for(M: int, K: int, N: int, dtype: torch.dtype) -> Config:
-    """The configuration for y (M, N) = x (M, K) @ weight (N, K)ᵀ: the measured one that is nearest,
-    with as many blocks more as x needs for its shared memory (which was not measured), and without
-    blocks that K has no work for."""
-    rows = padded_rows(M, dtype)
-    config = _measured(M, K, N, dtype)
-    if isinstance(config, SingleConfig) and config.many(K):
-        config = _LONG.get((rows, config), config)
-    while config.cluster < _MOST_BLOCKS and _no_room(config.shared_bytes(rows, K)):
-        config = replace(config, cluster=config.cluster * 2)
-    while config.cluster > 1 and (config.cluster - 1) * config.span >= K:
-        config = replace(config, cluster=config.cluster // 2)
-    return config
+    """The configuration of the least ``microseconds`` for y (M, N) = x (M, K) @ weight (N, K)ᵀ; one
+    that is ``invalid`` where none can be built."""
+    least = SingleConfig(1, 4, 1, 4) if dtype.itemsize == 4 else HalfConfig(1, 1, 4, 2, 8)
+    able = candidates(M, K, dtype) or [least]
+    return min(able, key=lambda c: microseconds(c, M, K, N, dtype))
+
+
+def microseconds(config: Config, M: int, K: int, N: int, dtype: torch.dtype) -> float:
+    """About how long a launch takes on a Hopper, its weight being one of several that are read in
+    turn."""
+    return sum(map(mul, _US[dtype.itemsize], terms(config, M, K, N, dtype)))
+
+
+def start_us(dtype: torch.dtype) -> float:
+    """How much of ``microseconds`` every launch takes."""
+    return _US[dtype.itemsize][0]
+
+
+def terms(config: Config, M: int, K: int, N: int, dtype: torch.dtype) -> tuple[float, ...]:
+    """What a launch takes time for, in the order of ``TERMS``; all but blocks and ``memory`` on the
+    multiprocessor that has most blocks."""
+    rows, size = padded_rows(M, dtype), dtype.itemsize
+    across = config.wk if isinstance(config, HalfConfig) else config.warps
+    outputs = config.block_n
+    spans = -(-K // (config.span * config.cluster))
+    depth, blocks = spans * config.span, -(-N // outputs) * config.cluster
+    most = -(-blocks // _HOLD[config.cluster])
+    at_once = min(most, _resident(config, rows, K))
+    weight, mine = N * K * size, most * outputs * depth * size
+    turn = max(weight, min(_TURNS * weight, _TURN_BYTES))
+    out_of_memory = 1 - _L2_BYTES / max(turn, _L2_BYTES)
+    return (
+        1.0,
+        float(config.cluster > 1),
+        blocks / 1e3,
+        spans * most / at_once,
+        most * across * rows * outputs * 4 / 1e4,
+        most * rows * depth * size / 1e5,
+        most * outputs * depth * rows / 1e7,
+        mine / 1e5 / min(_LOADERS, at_once * config.threads // 32),
+        mine / 1e5 * out_of_memory,
+        weight / _UNITS / 1e5 * out_of_memory,
+    )
+
+
+def _resident(config: Config, rows: int, K: int) -> int:
+    """Blocks that a multiprocessor holds at once."""
+    shared = config.shared_bytes(rows, K) + config.static_bytes(rows) + _SHARED_OF_A_BLOCK
+    registers = config.threads * (-(-config.registers(rows, K) // 8) * 8)
+    fit = _THREADS // config.threads, _REGISTERS // registers, _SHARED_OF_A_UNIT // shared
+    return max(1, min(fit))
