@@ -134,8 +134,9 @@ def _device(p: Problem, backend: str) -> tuple[Work, ...]:
         sizes["length"] = p.dim("L")
     options = [name for name in ("order", "x", "w", "rows") if name in dict(p.options)]
     strided = _strided(p) if p.family == NAME else ()
-    crossed = tuple(f"{way[-1]} {flag}" for flag in strided) if way else ()
-    layouts = (*flags_of(p, *options), *rows_at(p, k), *rows_at(p, n), *way, *strided, *crossed)
+    rows_of = (*rows_at(p, k), *rows_at(p, n))
+    crossed = (f"{way[-1]} {flag}" for flag in (*strided, *rows_of)) if way else ()
+    layouts = (*flags_of(p, *options), *rows_of, *way, *strided, *crossed)
     more = (*flags_of(p, "bias"), *(rows_at(p, p.dim("L")) if channels else ()))
     inner = (k, p.dim("L")) if channels else (k, n)
     rows = of_rows(size, inner, triton=backend in _TRITON)
