@@ -89,6 +89,15 @@ def test_memory_is_read_sixteen_bytes_at_a_time(k: int, launches: list[Recorded]
             assert "st.global.v4.b32" in ptx
 
 
+@pytest.mark.parametrize(("m", "k"), [(21561, 25), (32767, 161), (32767, 1071)])
+def test_an_odd_number_of_numbers_is_as_well(m: int, k: int, launches: list[Recorded]) -> None:
+    """A forward's last few come one by one."""
+    run(m, k, torch.bfloat16, "silu")
+    ptx = launches[0].compile(90).asm["ptx"]
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+
+
 @pytest.mark.parametrize("k", [1, 3, 16, 24, 33, 100, 128, 160, 161, 768, 1000, 1040, 8192, 24577])
 @pytest.mark.parametrize("m", [1, 7, 33, 4099, 30000, 32768])
 def test_every_number_has_its_tape(m: int, k: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.families.diagonal.reference import Gradients, Needs
 from fastlinear.families.diagonal.triton.config import (
+    VECTOR,
     Cut,
     DiagonalConfig,
     config_for,
@@ -201,6 +203,8 @@ def _forward_launch(
     own = config or config_for("forward", m, k, x.itemsize, activation)
     strides = [k if t is None or m == 1 else t.stride(0) for t in (x, residual)]
     made = cut(m, k, not turned and all(s == k for s in strides), _units(x), own)
+    more = made.last % VECTOR if made.fold > 1 else 0
+    made = replace(made, last=made.last - more)
     return EarlyLaunch(
         _diagonal_linear_fwd_kernel,
         (made.blocks * made.strips,),
@@ -209,6 +213,7 @@ def _forward_launch(
             *(_stride(made, s, k) for s in strides),
             *_choices(made, activation, x, own),
             turned,
+            more,
         ),
         x.device,
         warps=own.warps,

@@ -10,7 +10,7 @@ import torch
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import why_no_gpu
 
-_VECTOR = 16  # numbers: rows that begin at such multiples are read 16 bytes at a time
+VECTOR = 16  # numbers: rows that begin at such multiples are read 16 bytes at a time
 _MOST_WASTE = 1 / 16
 _MOST_FOLD = 1024
 _LEAST_BLOCK = 64
@@ -165,15 +165,15 @@ def one_launch(m: int, k: int, config: DiagonalConfig) -> Cut | None:
 
 def _fold(m: int, k: int, dense: bool, most: int) -> tuple[int, int]:
     """Rows of K to read as one, and the columns of a block, at most ``most``."""
-    if k <= most and k & (k - 1) == 0 and k >= _VECTOR:
+    if k <= most and k & (k - 1) == 0 and k >= VECTOR:
         return 1, k
-    if not dense or m < _VECTOR:
-        return 1, min(most, max(_VECTOR, 1 << (k - 1).bit_length()))
+    if not dense or m < VECTOR:
+        return 1, min(most, max(VECTOR, 1 << (k - 1).bit_length()))
     for block in (most, most // 2, most // 4):  # one in which nothing is left over, if there is one
         fold = block // math.gcd(k, block)
         if block >= _LEAST_BLOCK and m % fold == 0:
             return fold, block
-    step = _VECTOR // math.gcd(k, _VECTOR)
+    step = VECTOR // math.gcd(k, VECTOR)
     found = min(range(step, min(m, _MOST_FOLD) + 1, step), key=lambda f: _rank(f * k, f, most))
     return found, most
 

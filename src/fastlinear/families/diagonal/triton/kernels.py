@@ -92,12 +92,14 @@ def _diagonal_linear_fwd_kernel(
     EVEN: tl.constexpr,
     EARLY: tl.constexpr,
     TURNED: tl.constexpr,
+    MORE: tl.constexpr,
 ):
     """One program computes y = act(x w + b) + residual on BLOCK_K columns of every STRIPS-th tile
     of BLOCK_M rows.
 
     BLOCKS programs share a tile's rows. y is dense. b_ptr and residual_ptr may be None. With EVEN
-    every tile lies inside. With TURNED a row is a feature: each has a number of w and of b.
+    every tile lies inside. With TURNED a row is a feature: each has a number of w and of b. MORE
+    numbers, fewer than 16, follow LAST: 16 bytes move at once only where rows are multiples of 16.
     """
     _begin(EARLY)
     strip = tl.program_id(0) // BLOCKS
@@ -120,6 +122,18 @@ def _diagonal_linear_fwd_kernel(
         if residual_ptr is not None:
             y += _tile(residual_ptr, row_offs, col_offs, residual_row_stride, mask, EVEN)
         _store(y_ptr, row_offs, col_offs, WIDTH, mask, y, EVEN)
+    if MORE > 0 and tl.program_id(0) == tl.num_programs(0) - 1:
+        cols = LAST + tl.arange(0, 16)
+        last_row = ROWS - 1 + tl.arange(0, 1)
+        here = (tl.arange(0, 16) < MORE)[None, :]
+        rest = _tile(x_ptr, last_row, cols, x_row_stride, here, False)
+        rest *= _parameters(w_ptr, cols, K, WIDTH, True, False)[None, :]
+        if b_ptr is not None:
+            rest += _parameters(b_ptr, cols, K, WIDTH, True, False)[None, :]
+        rest = activation(rest, ACTIVATION, MATH)
+        if residual_ptr is not None:
+            rest += _tile(residual_ptr, last_row, cols, residual_row_stride, here, False)
+        _store(y_ptr, last_row, cols, WIDTH, here, rest, False)
     _end(EARLY)
 
 
