@@ -18,6 +18,7 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import BATCH_INVARIANT
+from fastlinear.dispatch import widened
 from fastlinear.dispatch.backend import (
     Backend,
     Family,
@@ -141,7 +142,7 @@ def _clear_of_kinks(
 
 def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
     if p.piece == STEP:
-        return _STEP_EAGER.load()(*inputs)
+        return _STEP_EAGER.load(p)(*inputs)
     return getattr(reference, p.piece)(*inputs)
 
 
@@ -293,6 +294,7 @@ FAMILY = register_family(
                 f"{_HERE}.torch_backends:conv_forward",
                 torch_backends.reason_not_conv,
             ),
+            *widened.backends(NAME, *PIECES),
         ),
         make_inputs=_make_inputs,
         reference=_reference,
