@@ -18,7 +18,7 @@ from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import WIDENED, Backend, Family
 from fastlinear.dispatch.select import select
-from fastlinear.dispatch.work import Work, call
+from fastlinear.dispatch.work import Work
 
 _HALVES = ("bfloat16", "float16")
 
@@ -51,8 +51,10 @@ def work(family: Family, p: Problem) -> tuple[Work, ...] | None:
     q = _single(p)
     inner = family.work_of(q, select(q, ready=False).backend.name)
     numbers = family.cost(p).bytes / FLOAT_DTYPES[p.dtype].itemsize
-    passes = call(WIDENED), Work(WIDENED, numbers, {"numbers": numbers})
-    return None if inner is None else (*inner, *passes)
+    sizes = {"numbers": numbers}
+    if inner is None:
+        return None
+    return (*(replace(w, dtype="float32") for w in inner), Work(WIDENED, numbers, sizes))
 
 
 def _single(p: Problem) -> Problem:
