@@ -57,12 +57,13 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         return inferring(own, x, by_torch=True)
     if grad:
         return _train(arguments, chosen)
-    return inferring(_inference(chosen[0].load(), activation), x)
+    return inferring(_inference(chosen[0].backend.load(), activation), x)
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     x, activation = arguments[0], arguments[3]
-    formula = Formula(activation, chosen[0].load(), chosen[1].load())
+    forward, backward = chosen[0].backend, chosen[1].backend
+    formula = Formula(activation, forward.load(), backward.load())
     plan = applied(formula)
     if calls.is_captured(x):
         return Resolved(plan, plan)
@@ -226,7 +227,7 @@ def _resolve_out(arguments: Arguments, _: bool, autocast: bool) -> Resolved:
             return y
 
         return Resolved(copied, copied)
-    run = choices(SPEC, call, False)[0].load()
+    run = choices(SPEC, call, False)[0].backend.load()
 
     def plan(x: Tensor, weight: Tensor, rest: tuple[Any, ...]) -> Tensor:
         bias, residual, out = rest

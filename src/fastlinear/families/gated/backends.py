@@ -16,7 +16,6 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import BATCH_INVARIANT
-from fastlinear.dispatch import widened
 from fastlinear.dispatch.backend import (
     Backend,
     Family,
@@ -142,7 +141,7 @@ def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
     named = Weights(*inputs[at]), Biases(*inputs[at + 1])  # plain tuples where they were converted
     inputs = (*inputs[:at], *named, *inputs[at + 2 :])
     if p.piece == STEP:
-        return _STEP_EAGER.load(p)(*inputs)
+        return _STEP_EAGER.load()(*inputs)
     return getattr(reference, p.piece)(*inputs)
 
 
@@ -243,7 +242,6 @@ FAMILY = register_family(
                 half.reason_not,
                 _CPU_SOURCES,
             ),
-            *widened.backends(NAME, *PIECES),
         ),
         make_inputs=_make_inputs,
         reference=_reference,

@@ -18,7 +18,6 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import BATCH_INVARIANT
-from fastlinear.dispatch import widened
 from fastlinear.dispatch.backend import (
     Backend,
     Family,
@@ -142,7 +141,7 @@ def _clear_of_kinks(
 
 def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
     if p.piece == STEP:
-        return _STEP_EAGER.load(p)(*inputs)
+        return _STEP_EAGER.load()(*inputs)
     return getattr(reference, p.piece)(*inputs)
 
 
@@ -294,7 +293,6 @@ FAMILY = register_family(
                 f"{_HERE}.torch_backends:conv_forward",
                 torch_backends.reason_not_conv,
             ),
-            *widened.backends(NAME, *PIECES),
         ),
         make_inputs=_make_inputs,
         reference=_reference,

@@ -17,7 +17,6 @@ from fastlinear.core.compare import KINKED
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import BATCH_INVARIANT
-from fastlinear.dispatch import widened
 from fastlinear.dispatch.backend import (
     Backend,
     Family,
@@ -203,7 +202,7 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
 
 def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
     if p.piece == STEP:
-        return _STEP_EAGER.load(p)(*inputs)
+        return _STEP_EAGER.load()(*inputs)
     return getattr(reference, p.piece)(*inputs)
 
 
@@ -328,7 +327,6 @@ FAMILY = register_family(
             Backend(
                 NAME, "grad_weight", "onednn", f"{_HERE}.cpu.onednn:grad_weight", onednn.reason_not
             ),
-            *widened.backends(NAME, "forward", "grad_input", "grad_weight"),
         ),
         make_inputs=_make_inputs,
         reference=_reference,
