@@ -48,6 +48,7 @@ def measure(
     """
     p = drawn.problem
     train = p.needs_grad
+    ways.wait()
     with timed.exclusive():
         arguments, dy = ways.inputs_of(drawn, device, 0)
     metric = "device" if p.captured else "wall"
@@ -189,7 +190,6 @@ def measured(
         one, tasks = partial(measure, **how), partial(iter, cases)
         yield from parallel.measured(one, tasks, device=device.type, jobs=jobs, end=end)
         return
-    ways.wait()
     begin = time.monotonic()
     for drawn in cases:
         if most_seconds is not None and time.monotonic() - begin > most_seconds:

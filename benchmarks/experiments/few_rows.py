@@ -28,10 +28,10 @@ from benchmarks.parallel import measured
 from fastlinear.calibration import measure
 from fastlinear.calibration.drawn import width
 from fastlinear.families.linear.cuda import few_rows, few_rows_config
+from fastlinear.families.linear.cuda.few_rows_config import TURN_BYTES, TURNS
 
 _TRIED = 10
 _LARGEST = 1.5e8
-_TURNS, _TURN_BYTES = 24, 120_000_000
 Row = dict[str, Any]
 
 
@@ -54,7 +54,7 @@ def sweep(layer: tuple[int, int, int, torch.dtype, int], place: torch.device) ->
     every = few_rows_config.candidates(m, k, dtype)
     tried = dict.fromkeys((chosen, *Random(seed).sample(every, min(_TRIED, len(every)))))
     with measure.exclusive():
-        sets = max(1, min(_TURNS, -(-_TURN_BYTES // (k * n * dtype.itemsize))))
+        sets = max(1, min(TURNS, -(-TURN_BYTES // (k * n * dtype.itemsize))))
         x, bias = (torch.randn(*s, device=place).to(dtype) for s in ((m, k), (n,)))
         weights = [(torch.randn(n, k, device=place) / k**0.5).to(dtype) for _ in range(sets)]
     rows = []

@@ -25,7 +25,8 @@ _OTHER_REGISTERS, _MORE_REGISTERS = 24, 40  # in 16 bits, in float32
 _UNITS = 132
 _HOLD = {1: 132, 2: 132, 4: 124, 8: 120}
 """Blocks of a cluster → multiprocessors that clusters find room on: they cross no GPC's border."""
-_L2_BYTES, _TURNS, _TURN_BYTES = 4e7, 24, 1.2e8  # of L2, and what weights are read in turn
+_L2_BYTES = 40_000_000  # what it keeps of weights
+TURNS, TURN_BYTES = 24, 120_000_000  # most weights that are read in turn, and their size
 _LOADERS = 16  # warps that ask for all that a multiprocessor can load
 TERMS = (
     *("start", "clusters", "thousand blocks", "trips to the weights", "10 KB of sums"),
@@ -284,7 +285,7 @@ def terms(config: Config, M: int, K: int, N: int, dtype: torch.dtype) -> tuple[f
     most = -(-blocks // _HOLD[config.cluster])
     at_once = min(most, _resident(config, rows, K))
     weight, mine = N * K * size, most * outputs * depth * size
-    turn = max(weight, min(_TURNS * weight, _TURN_BYTES))
+    turn = max(weight, min(TURNS * weight, TURN_BYTES))
     out_of_memory = 1 - _L2_BYTES / max(turn, _L2_BYTES)
     return (
         1.0,
