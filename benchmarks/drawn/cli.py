@@ -127,15 +127,22 @@ def drawn(
 
 def _show(rows: list[dict[str, Any]]) -> None:
     from benchmarks.drawn import report
+    from fastlinear.core.problem import Problem
 
+    wrong = [(row, why) for row in rows if (why := report.wrong(row)) is not None]
+    told = [(Problem.from_json(row["problem"]).describe(), why) for row, why in wrong]
+    table("less accurate than allowed, not timed", ("case", "why"), told)
+    rows = [row for row in rows if report.wrong(row) is None]
+    if not rows:
+        return
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         mode = "training" if row["problem"]["needs_grad"] else "inference"
         groups.setdefault(f"{row['family']}, {mode}", []).append(row)
     table("drawn cases", report.SUMMARY, [report.account(n, some) for n, some in groups.items()])
     say(report.LEGEND)
-    told = [report.invariant(n, some) for n, some in groups.items()]
-    if costs := [line for line in told if line is not None]:
+    lines = [report.invariant(n, some) for n, some in groups.items()]
+    if costs := [line for line in lines if line is not None]:
         table("what batch-invariant calls cost", report.INVARIANT, costs)
     worst = report.worst(rows)
     table("the cases that lose most", report.COLUMNS, report.lines(worst))

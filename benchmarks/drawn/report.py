@@ -51,8 +51,14 @@ class Outcome:
     explain: tuple[str, ...]
 
 
+def wrong(row: Mapping[str, Any]) -> str | None:
+    """Why our own call took no part: less accurate than allowed, and so not timed."""
+    why: str | None = row["failed"].get(OURS)
+    return why
+
+
 def outcome(row: Mapping[str, Any]) -> Outcome:
-    """What a row says."""
+    """What a row says whose call is not ``wrong``."""
     arms = row["arms"]
     samples = {
         name: Samples(name, tuple(arm["samples_us"]), row["metric"], 1, "")

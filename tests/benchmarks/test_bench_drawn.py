@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.drawn import report
+from benchmarks.drawn import cli, report
 from benchmarks.drawn.measure import measured
 from fastlinear.calibration import drawn as space
 from fastlinear.calibration import ways as arms
@@ -157,6 +157,7 @@ def _row(**us: float) -> dict[str, Any]:
         "problem": case.problem.to_json(),
         "metric": "wall",
         "explain": ["forward: eager (why)"],
+        "failed": {},
         "arms": {
             named.get(name, name): {
                 "took": {"forward": name} if name.startswith("own") else {},
@@ -166,6 +167,20 @@ def _row(**us: float) -> dict[str, Any]:
             for name, value in us.items()
         },
     }
+
+
+def test_a_call_of_ours_that_is_wrong_is_told_and_not_judged(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lost = _row(eager=1.0, compile=2.0)
+    lost["failed"]["fastlinear"] = "less accurate than allowed: result 0"
+    cli._show([_row(own=2.0, eager=4.0), lost])
+    said = capsys.readouterr().out
+    assert "not timed" in said
+    assert "less accurate than allowed: result 0" in said
+    assert "time over the best peer" in said
+    cli._show([lost])
+    assert "time over the best peer" not in capsys.readouterr().out
 
 
 def test_regret_and_losses_are_told() -> None:

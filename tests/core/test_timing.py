@@ -161,3 +161,22 @@ def test_cuda_device_time_is_a_graph_replay() -> None:
     assert result["mm"].how == "graph"
     assert result["sync"].how == "events"  # a host synchronisation cannot be captured
     assert timing.peak_memory_bytes(lambda: x @ x, "cuda") >= 256 * 256 * 4
+
+
+@pytest.mark.gpu
+def test_device_time_does_not_depend_on_the_host() -> None:
+    """A slow host records as many calls as a quick one: few would show the graph's own launch."""
+    import time
+
+    import torch
+
+    x = torch.randn(64, 64, device="cuda")
+
+    def hesitant() -> None:
+        time.sleep(1e-3)
+        torch.relu(x)
+
+    arms = {"quick": lambda: torch.relu(x), "hesitant": hesitant}
+    result = interleave(arms, device="cuda", metric="device", rounds=9)
+    assert result["hesitant"].inner > 50
+    assert result["hesitant"].median_us == pytest.approx(result["quick"].median_us, rel=0.15)

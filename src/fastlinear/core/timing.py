@@ -21,6 +21,7 @@ from fastlinear.core.interrupts import restored
 
 METRICS = ("wall", "device")
 _TARGET_SAMPLE_US = 1000.0
+_TARGET_REPLAY_US = 500.0
 _MIN_INNER_CUDA = 4
 _SHORT_US = 2_000.0  # a longer call hides its own launch
 _LONG_US = 20_000.0
@@ -105,8 +106,8 @@ def interleave(
     Two are reversed every round (A B, B A). More of them come in a new random order, the same in
     every run, in which none follows itself.
 
-    Before each wall-clock sample a contender of less than 20 ms runs as often untimed, so that none
-    is favoured by whom it follows: the host's threads and caches are then its own.
+    Before each sample a contender of less than 20 ms runs as often untimed, so that none is
+    favoured by whom it follows: the host's threads and the caches are then its own.
 
     Args:
         contenders: name → a callable without arguments that does one unit of work. To defeat warm
@@ -197,13 +198,9 @@ class _Runner:
             begin = time.perf_counter_ns()
             self.run()
             return (time.perf_counter_ns() - begin) / 1e3 / self.inner
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self.device)
-        start.record()
-        self.run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3 / self.inner
+        self.warm()  # keeps the device busy until what is timed lies in its queue
+        return _events_us(self.run) / self.inner
 
 
 def _prepare(fn: Callable[[], object], device: torch.device, metric: str) -> _Runner:
@@ -228,10 +225,45 @@ def _prepare(fn: Callable[[], object], device: torch.device, metric: str) -> _Ru
         return _Runner(warm, calls, inner, "clock", device)
     if metric == "wall":
         return _Runner(warm, calls_until_done, inner, "clock", device)
-    graph = recorded(calls, device)
-    if graph is None:
+    found = _graph_of(fn, inner, device)
+    if found is None:
         return _Runner(warm, calls, inner, "events", device)
-    return _Runner(warm, graph.replay, inner, "graph", device)
+    graph, inner = found
+    return _Runner(
+        _nothing if warm is _nothing else graph.replay, graph.replay, inner, "graph", device
+    )
+
+
+def _graph_of(
+    fn: Callable[[], object], inner: int, device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, int] | None:
+    """A graph of as many calls as fill a sample by the device's time, and their number.
+
+    Few of them would measure the graph's launch, and ``inner`` is few where the host is slow. None
+    where they cannot be captured.
+    """
+
+    def of(count: int) -> torch.cuda.CUDAGraph | None:
+        return recorded(lambda: [fn() for _ in range(count)], device)
+
+    graph = of(inner)
+    if graph is None:
+        return None
+    once = min(_events_us(graph.replay) for _ in range(2)) / inner
+    enough = int(min(_MAX_INNER, _TARGET_REPLAY_US / max(once, 1e-3)))
+    if enough <= 2 * inner or (more := of(enough)) is None:
+        return graph, inner
+    return more, enough
+
+
+def _events_us(run: Callable[[], object]) -> float:
+    """Microseconds on the device from before ``run`` to after it."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
 
 
 def _nothing() -> None:
