@@ -212,9 +212,7 @@ def _prepare(fn: Callable[[], object], device: torch.device, metric: str) -> _Ru
     if device.type == "cuda" and once < _SHORT_US:  # back to back: the host runs ahead, as in use
         inner = max(inner, _MIN_INNER_CUDA)
 
-    def calls() -> None:
-        for _ in range(inner):
-            fn()
+    calls = _times(fn, inner)
 
     def calls_until_done() -> None:
         calls()
@@ -243,17 +241,24 @@ def _graph_of(
     where they cannot be captured.
     """
 
-    def of(count: int) -> torch.cuda.CUDAGraph | None:
-        return recorded(lambda: [fn() for _ in range(count)], device)
-
-    graph = of(inner)
+    graph = recorded(_times(fn, inner), device)
     if graph is None:
         return None
     once = min(_events_us(graph.replay) for _ in range(2)) / inner
     enough = int(min(_MAX_INNER, _TARGET_REPLAY_US / max(once, 1e-3)))
-    if enough <= 2 * inner or (more := of(enough)) is None:
+    if enough <= 2 * inner or (more := recorded(_times(fn, enough), device)) is None:
         return graph, inner
     return more, enough
+
+
+def _times(fn: Callable[[], object], count: int) -> Callable[[], None]:
+    """So many calls, of which no result is kept."""
+
+    def calls() -> None:
+        for _ in range(count):
+            fn()
+
+    return calls
 
 
 def _events_us(run: Callable[[], object]) -> float:

@@ -85,9 +85,11 @@ def _product(
 
 
 def _rest(p: Problem, backend: str) -> str:
-    """Whose the products are that have no gate in them: of float32 those that linear_act takes."""
-    single = backend == "elementwise" and p.dtype == "float32"
-    return f"{NAME} {backend}" if single or backend == "cuda" else "torch"
+    """Whose the products are that have no gate in them: of ours those that linear_act takes, of
+    any backend, priced as one kind."""
+    if backend == "cuda" and p.piece == "forward":
+        return f"{NAME} cuda"
+    return "torch" if backend == "eager" else f"{NAME} layer"
 
 
 def _stacked(p: Problem, h: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The matrix products of gated_mlp as those of single layers, by what linear_act takes for them.
 
-On a GPU float32 has better products than PyTorch's; which they are linear_act knows, by its
-predictions and the user's tuning.
+On a GPU there are often better products than PyTorch's, of float32, of few rows or of odd sizes;
+which they are linear_act knows, by its predictions and the user's tuning.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from torch import Tensor
 
 from fastlinear.core.calls import is_captured
 from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
+from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import select
 from fastlinear.families.gated.products import PYTORCH, Products
 from fastlinear.families.gated.stacking import Biases, Pre, Weights
 from fastlinear.families.linear import problem as linear_act
+from fastlinear.families.linear import reference
 
 _MAX_PLANS = 1024
 _plans: dict[Any, Callable[..., Any]] = {}
@@ -43,6 +45,13 @@ def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
     return dw
 
 
+def accumulated(dpre: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
+    """dx + dpre W in the memory of dx, dpre (M, N), weight (N, K)."""
+    run = _piece("grad_input", dpre, weight)
+    own = run is reference.grad_input
+    return dx.addmm_(dpre, weight) if own else dx.add_(run(dpre, weight))
+
+
 def pre_activations(x: Tensor, weights: Weights, biases: Biases) -> Pre:
     """x Wgᵀ + bg and x Wuᵀ + bu, or their stack and None."""
     first = forward(x, weights.gate, biases.gate)
@@ -54,13 +63,13 @@ LAYERS = Products(
     forward=forward,
     grad_input=grad_input,
     grad_weight=grad_weight,
-    accumulated=lambda dpre, weight, dx: dx.add_(grad_input(dpre, weight)),
+    accumulated=accumulated,
 )
 
 
 def products_for(x: Tensor) -> Products:
-    """Those that pay for a GPU's tensors: cuBLAS's in 16-bit dtypes."""
-    return LAYERS if x.is_cuda and x.dtype is torch.float32 else PYTORCH
+    """linear_act's on a GPU; PyTorch's where kernels are interpreted."""
+    return LAYERS if x.is_cuda else PYTORCH
 
 
 def _piece(
@@ -80,7 +89,7 @@ def _piece(
     return found
 
 
-def _problem(piece: str, first: Tensor, second: Tensor, bias: Tensor | None) -> Any:
+def _problem(piece: str, first: Tensor, second: Tensor, bias: Tensor | None) -> Problem:
     weight = None if piece == "grad_weight" else second
     x = second if piece == "grad_weight" else first if piece == "forward" else None
     m = first.shape[0]

@@ -10,7 +10,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.roofline import bytes_us, flops_per_us, hosts, of_rows, on_device, units
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.steps import of_pieces
-from fastlinear.dispatch.work import Work, call
+from fastlinear.dispatch.work import Work, call, flags_of
 from fastlinear.families.linear import gpu_work as linear
 from fastlinear.families.linear import problem as linear_act
 from fastlinear.families.mlp import layerwise
@@ -78,7 +78,7 @@ def _whole(layer: Problem, piece: str, backend: str) -> tuple[Work, ...]:
         waves = ceil(m / _ROWS / units())
         us = waves * block * (1 if piece == "forward" else _BACKWARD) + bytes_us(layer, m * n)
     rows = of_rows(FLOAT_DTYPES[layer.dtype].itemsize, (k, n))
-    flags = tuple(name for name, holds in rows if holds)
+    flags = (*(name for name, holds in rows if holds), *flags_of(layer, "x", "w"))
     return (
         Work(f"{kind} layer", 1.0, None, (layer.option("activation"),)),
         Work(f"{kind} product", us, {"m": m, "k": k, "n": n}, flags),

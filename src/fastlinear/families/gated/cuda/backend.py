@@ -32,8 +32,9 @@ from fastlinear.families.gated.cuda.bias_sums import (
 )
 from fastlinear.families.gated.cuda.config import Config, config_for
 from fastlinear.families.gated.cuda.plans import compiled, launch_of, readable, run
+from fastlinear.families.gated.layers import products_for
 from fastlinear.families.gated.problem import has_down
-from fastlinear.families.gated.products import PYTORCH, Sums, backward_through_down
+from fastlinear.families.gated.products import Sums, backward_through_down
 from fastlinear.families.gated.stacking import (
     Biases,
     Gradients,
@@ -123,10 +124,11 @@ def backward(
             dy, pre, x, weights, biases, activation, order, (*needs[:6], False)
         )
         return *rest[:6], column_sums(dy) if needs[6] else None
+    products = products_for(x)
     if pre is None:
-        pre, over = reference.pre_activations(x, weights, biases), True
+        pre, over = products.pre_activations(x, weights, biases), True
     return backward_through_down(
-        PYTORCH, through_down, dy, pre, x, weights, activation, order, needs, over
+        products, through_down, dy, pre, x, weights, activation, order, needs, over
     )
 
 

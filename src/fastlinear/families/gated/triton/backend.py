@@ -1,9 +1,9 @@
 """Backends ``elementwise`` and ``triton`` of gated_mlp on CUDA from sm_80 on.
 
-``elementwise``: cuBLAS's products (of float32 linear_act's), and one fused pass each way for all
-that lies between them.
+``elementwise``: the products that linear_act takes, and one fused pass each way for all that lies
+between them.
 ``triton``: the pass in the epilogue of a product: gate and up projection as one kernel, and the
-gradient of what the gate lets through, which is never written. The other products are cuBLAS's.
+gradient of what the gate lets through, which is never written. The other products are linear_act's.
 
 Importing this file imports Triton, so it is imported lazily.
 """
@@ -13,14 +13,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.device import device_facts
-from fastlinear.families.gated import reference
 from fastlinear.families.gated.layers import products_for
 from fastlinear.families.gated.products import (
-    PYTORCH,
     Gate,
     Sums,
     backward_by,
@@ -107,7 +104,7 @@ def forward(
             key, Launch(_dual_fwd_kernel, grid, rest, x.device, warps=c.warps, stages=c.stages)
         )
     launch(*tensors)
-    y = h if weights.down is None else F.linear(h, weights.down, biases.down)
+    y = h if weights.down is None else products_for(x).forward(h, weights.down, biases.down)
     return (y, *pre) if pre is not None else (y, None, None)
 
 
@@ -129,10 +126,11 @@ def backward(
     """
     if weights.down is None or not any(needs[i] for i in (0, 1, 2, 4, 5)):
         return elementwise_backward(dy, pre, x, weights, biases, activation, order, needs, over)
+    products = products_for(x)
     if pre is None:
-        pre, over = reference.pre_activations(x, weights, biases), True
+        pre, over = products.pre_activations(x, weights, biases), True
     return backward_through_down(
-        PYTORCH, _through_down, dy, pre, x, weights, activation, order, needs, over
+        products, _through_down, dy, pre, x, weights, activation, order, needs, over
     )
 
 
