@@ -49,15 +49,17 @@ def measure(
     p = drawn.problem
     train = p.needs_grad
     ways.wait()
-    with timed.exclusive():
-        arguments, dy = ways.inputs_of(drawn, device, 0)
     metric = "device" if p.captured else "wall"
     failed: dict[str, str] = {}
     with nullcontext() if train else torch.no_grad():
-        every = _arms(drawn, arguments, skip, invariant, failed)
-        for arm in every:
-            with suppress(Exception):  # told when it is judged
-                ways.runner(arm, arguments, dy, train)()  # compiles, beside other processes
+        with timed.preparing():
+            arguments, dy = ways.inputs_of(drawn, device, 0)
+            every = _arms(drawn, arguments, skip, invariant, failed)
+            for arm in every:
+                with suppress(Exception):  # told when it is judged
+                    ways.runner(arm, arguments, dy, train)()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         with timed.exclusive():
             more = range(1, input_sets(p, (*arguments[:3], dy)))
             sets = [(arguments, dy), *(ways.inputs_of(drawn, device, turn) for turn in more)]
