@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.experiments.few_rows import read, regrets
+from benchmarks.experiments.configurations import few_rows as experiment
+from benchmarks.experiments.configurations.rows import mean, read, regrets
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.linear import reference
 from fastlinear.families.linear.cuda import few_rows
@@ -19,7 +20,6 @@ from fastlinear.families.linear.cuda.few_rows_config import (
     HalfConfig,
     SingleConfig,
     config_for,
-    microseconds,
     padded_rows,
     reason_not,
     spread,
@@ -46,14 +46,12 @@ def test_what_is_served_can_be_built(M: int, K: int, dtype: torch.dtype) -> None
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 1.03), ("float32", 1.055)])
 def test_the_model_of_time_chooses_what_was_fastest(dtype: str, limit: float) -> None:
     """Of the configurations that were timed for each of 3,384 drawn layers."""
-    rows = read(ROOT / "results/nvidia-h200/few-rows.jsonl.gz")[dtype]
-    sizes, configs, us = zip(*rows, strict=True)
-    of = getattr(torch, dtype)
-    told = [microseconds(c, *s, of) for s, c in zip(sizes, configs, strict=True)]
-    found = regrets(sizes, np.array(us), np.array(told))
+    kind = experiment.KIND
+    rows = read(kind, ROOT / "results/nvidia-h200/few-rows.jsonl.gz")[dtype]
+    found = regrets(rows, np.array([kind.microseconds(r.problem, r.config) for r in rows]))
     assert len(found) > 1100
-    assert np.exp(np.log(found).mean()) < limit
-    assert np.exp(np.log(regrets(sizes, np.array(us), np.ones(len(us)))).mean()) > 1.2
+    assert mean(found) < limit
+    assert mean(regrets(rows, np.ones(len(rows)))) > 1.2
 
 
 SERVED = [

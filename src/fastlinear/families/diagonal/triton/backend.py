@@ -18,6 +18,7 @@ from fastlinear.families.diagonal.triton.config import (
     cut,
     one_launch,
     sum_block,
+    whole_cut,
 )
 from fastlinear.families.diagonal.triton.kernels import (
     _diagonal_linear_bwd_kernel,
@@ -147,6 +148,8 @@ class _Backward:
         own = config or config_for("backward", m, k, dy.itemsize, activation)
         row_stride = k if x is None or m == 1 else x.stride(0)
         made = one_launch(m, k, own) if config is None else None
+        if own.whole:
+            made = whole_cut(m, k, own)
         whole = made is not None
         if made is None:
             made = cut(m, k, row_stride == k, _units(dy), own)

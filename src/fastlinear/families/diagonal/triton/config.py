@@ -36,6 +36,7 @@ class DiagonalConfig:
         per_unit: programs wanted for each multiprocessor; 0 gives every tile one of its own.
         early: when the next kernel may begin where devices have such launches: ``"first"`` of all,
             or ``"last"``, before a program's sums.
+        whole: whether each program of a sweep sees all rows, so that its sums are whole.
     """
 
     block_k: int
@@ -44,6 +45,7 @@ class DiagonalConfig:
     stages: int
     per_unit: int
     early: str = "first"
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,10 +157,14 @@ def one_launch(m: int, k: int, config: DiagonalConfig) -> Cut | None:
     """A cut in which each program sees all rows, so that its sums are whole, or None where that
     would leave the chip idle for longer than a second launch takes."""
     most = max(32, min(256, 512 >> (m - 1).bit_length()))  # few rows: long stretches of them
-    block_k = min(most, 1 << (k - 1).bit_length())
+    made = whole_cut(m, k, replace(config, block_k=most))
+    return None if m > _ONE_LAUNCH_TILES * made.block_m else made
+
+
+def whole_cut(m: int, k: int, config: DiagonalConfig) -> Cut:
+    """A cut in which each program sees all rows of its columns."""
+    block_k = min(config.block_k, 1 << (k - 1).bit_length())
     block_m = min(max(1, config.numbers // block_k), 1 << (m - 1).bit_length())
-    if m > _ONE_LAUNCH_TILES * block_m:
-        return None
     even = k % block_k == 0 and m % block_m == 0
     return Cut(m, k, 1, k, block_m, block_k, 1, -(-k // block_k), even)
 

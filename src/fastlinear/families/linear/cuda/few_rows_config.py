@@ -38,7 +38,7 @@ _US = {
     2: (0.9196, 0.5486, 1.456, 0.4465, 0.1042, 0.9021, 8.339, 2.486, 0.6102, 2.313),
 }
 """Size of a number → microseconds of each of ``TERMS``: fitted to 37,700 launches on an H200 by
-``python -m benchmarks.experiments.few_rows``."""
+``python -m benchmarks.experiments.configurations``."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Launch configurations timed and fitted: ``python -m benchmarks.experiments.configurations``."""
