@@ -13,9 +13,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.experiments.configurations import __main__ as experiment
+from benchmarks.experiments.configurations import sweep as experiment
 from benchmarks.experiments.configurations import rows
-from benchmarks.experiments.configurations.__main__ import KINDS, problems, tried
+from benchmarks.experiments.configurations.sweep import KINDS, problems, tried
 
 DRAWN = 60
 
