@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.experiments.configurations import sweep as experiment
 from benchmarks.experiments.configurations import rows
+from benchmarks.experiments.configurations import sweep as experiment
 from benchmarks.experiments.configurations.sweep import KINDS, problems, tried
 
 DRAWN = 60

@@ -30,6 +30,7 @@ class Kind:
         terms: what a call takes time for, in numbers that are fitted.
         config: a configuration from its fields.
         group: name of the problems that share fitted numbers.
+        serves: whether a configuration's rows take part in a fit.
         plans: launches that calls keep, the newest last.
     """
 
@@ -42,6 +43,7 @@ class Kind:
     terms: Callable[[Problem, Any], tuple[float, ...]]
     config: Callable[[Problem, dict[str, Any]], Any]
     group: Callable[[Problem], str]
+    serves: Callable[[Problem, Any], bool] = lambda p, c: True
     plans: Mapping[Any, Any] | None = None
 
 

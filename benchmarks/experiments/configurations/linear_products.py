@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -20,12 +22,7 @@ from benchmarks.experiments.configurations.kind import (
     width,
 )
 from fastlinear.families.linear.triton import backend, product_config, single_config
-from fastlinear.families.linear.triton.config import (
-    FewRowsConfig,
-    config_for,
-    few_rows_config_for,
-    grad_config_for,
-)
+from fastlinear.families.linear.triton.config import FewRowsConfig, few_rows_config_for
 from fastlinear.families.linear.triton.gemm_config import GemmConfig
 
 _HOPPER = (9, 0)
@@ -58,6 +55,13 @@ def _aligned(p: Problem) -> bool:
     return (p["K"] | p["N"]) * dtype_of(p).itemsize % 16 == 0
 
 
+def _wide(p: Problem) -> tuple[bool, bool]:
+    """Of each operand, whether its rows are multiples of 16 numbers."""
+    k, n = p["K"], p["N"]
+    a, b = {"forward": (k, k), "grad_input": (n, k), "grad_weight": (n, k)}[p["piece"]]
+    return a % 16 == 0, b % 16 == 0
+
+
 def _along(p: Problem) -> bool:
     return bool(p["piece"] == "forward")
 
@@ -68,9 +72,7 @@ def _chosen(p: Problem) -> GemmConfig | FewRowsConfig:
         return few
     if dtype is torch.float32:
         return single_config.config_for(rows, depth, cols, _HOPPER, _aligned(p), _along(p))
-    if _along(p):
-        return config_for(rows, depth, cols, dtype, _HOPPER, _aligned(p))
-    return grad_config_for(rows, cols, depth, dtype, _HOPPER, _aligned(p))
+    return product_config.config_for(rows, depth, cols, dtype, _HOPPER, _aligned(p), _wide(p))
 
 
 def _candidates(p: Problem) -> list[Any]:
@@ -82,7 +84,8 @@ def _candidates(p: Problem) -> list[Any]:
             if block_k < 2 * depth and rows * block_n <= 16:
                 found.append(FewRowsConfig(block_n, block_k, warps))
     if dtype is not torch.float32:
-        return [*found, *product_config.candidates(rows, depth, cols, _aligned(p))]
+        how = dtype, _HOPPER, _aligned(p), _wide(p)
+        return [*found, *product_config.candidates(rows, depth, cols, *how, blocks=_blocks())]
     tiles = single_config._ALONG if _along(p) else single_config._ACROSS
     for tile in tiles if _aligned(p) else single_config._LOOSE:
         splits = [s for s in _SPLITS if s == 1 or depth >= 128 * s]
@@ -90,18 +93,51 @@ def _candidates(p: Problem) -> list[Any]:
     return found
 
 
+@lru_cache
+def _blocks() -> tuple[GemmConfig, ...]:
+    """Many more than calls choose from."""
+    pointer = product((16, 32, 64, 128), (32, 64, 128), (32, 64, 128, 256), (4, 8), (2, 3, 4, 5))
+    descriptors = product((64, 128), (64, 128, 256), (64, 128), (4, 8), (3, 4, 5))
+    every = [GemmConfig("pointer", *block) for block in pointer]
+    every += [
+        GemmConfig("tma", *block, subtile=part, programs_per_unit=programs)
+        for block, part, programs in product(descriptors, (1, 2), (1, 2))
+    ]
+    return tuple(c for c in every if _moderate(c))
+
+
+def _moderate(c: GemmConfig) -> bool:
+    """Whether threads have neither too little nor too much to hold: it would spill."""
+    threads, sums = 32 * c.warps, c.block_r * c.block_c
+    if c.problem(torch.bfloat16, _HOPPER) is not None:
+        return False
+    if c.kind == "tma":
+        return 4 * threads <= sums <= 128 * threads
+    loads = (c.block_r + c.block_c) * c.block_d
+    tall = c.block_r > 16 or c.block_c <= 64
+    return tall and 4 * threads <= sums <= 64 * threads and 8 * threads <= loads <= 128 * threads
+
+
+def _serves(p: Problem, c: GemmConfig | FewRowsConfig) -> bool:
+    """Whether a row of it tells of others: what spills is a case of its own."""
+    if isinstance(c, FewRowsConfig) or dtype_of(p).itemsize == 4:
+        return True
+    return _moderate(c) and product_config.loads_fit(c, _wide(p))
+
+
 def _terms(p: Problem, c: Any) -> tuple[float, ...]:
     sizes = _product(p)
     if isinstance(c, FewRowsConfig):
         c = GemmConfig("pointer", 16, 16 * c.block_n, c.block_k, c.warps, 1)
-    return product_config.terms(c, *sizes, p["activation"], p["kept"], _aligned(p))
+    more = {"activation": p["activation"], "kept": p["kept"]}
+    return product_config.terms(c, *sizes, _wide(p), **more)
 
 
 def _microseconds(p: Problem, c: Any) -> float:
     sizes = _product(p)
     if isinstance(c, FewRowsConfig):
         return 3.0 + sizes[1] * sizes[2] * dtype_of(p).itemsize / 3.5e6
-    return product_config.microseconds(c, *sizes, p["activation"], p["kept"], _aligned(p))
+    return product_config.microseconds(c, *sizes, _wide(p))
 
 
 def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
@@ -140,5 +176,6 @@ KIND = Kind(
     terms=_terms,
     config=_config,
     group=lambda p: p["dtype"],
+    serves=_serves,
     plans=backend._plans,
 )

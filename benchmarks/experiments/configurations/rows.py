@@ -20,6 +20,8 @@ from benchmarks.harness.rows import opened
 MEASURED = ("config", "us", "why", "sets", "chosen", "registers", "spills", "shared")
 """Fields of a row besides its problem's."""
 _FOLDS = 4
+_FAR = 0.15  # of a logarithm
+_LEAST_SHARE = 1e-3  # of the time: less is nothing
 _FEWEST = 4  # configurations of a problem that say which is best
 
 
@@ -41,6 +43,8 @@ def read(kind: Kind, *paths: Path) -> dict[str, list[Timed]]:
                 if row["us"]:
                     problem = {name: v for name, v in row.items() if name not in MEASURED}
                     config = kind.config(problem, row["config"])
+                    if not (kind.serves(problem, config) or row.get("chosen")):
+                        continue
                     timed = Timed(problem, config, row["us"], row.get("chosen", False))
                     found[kind.group(problem)].append(timed)
     return found
@@ -52,11 +56,25 @@ def told(problem: Problem) -> str:
 
 
 def fitted(terms: np.ndarray, us: np.ndarray) -> np.ndarray:
-    """Microseconds of each term, none negative, of the least relative errors."""
-    from scipy.optimize import nnls
+    """Microseconds of each term, none negative: the least errors of their sums' logarithms, of
+    which far ones count less."""
+    from scipy.optimize import least_squares, nnls
 
-    found: np.ndarray = nnls(terms / us[:, None], np.ones(len(us)))[0]
-    return found
+    first = nnls(terms / us[:, None], np.ones(len(us)))[0]
+    least = _LEAST_SHARE * np.median(us) / terms.max(0).clip(1e-12)
+    begin = np.log(np.maximum(first, least))
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        return np.log(terms @ np.exp(logs)) - np.log(us)
+
+    def slopes(logs: np.ndarray) -> np.ndarray:
+        parts = terms * np.exp(logs)
+        return parts / parts.sum(1, keepdims=True)
+
+    best = least_squares(errors, begin, jac=slopes, loss="soft_l1", f_scale=_FAR, max_nfev=100).x
+    found: np.ndarray = np.exp(best)
+    shares = terms * found / us[:, None]
+    return np.where(shares.max(0) < _LEAST_SHARE, 0.0, found)
 
 
 def regrets(rows: Sequence[Timed], predicted: np.ndarray) -> np.ndarray:

@@ -130,4 +130,3 @@ def main() -> None:
                 print(f"{rows.told(problem)}: {why}", file=sys.stderr)
             file.writelines(json.dumps(row) + "\n" for row in found or ())
             file.flush()
-

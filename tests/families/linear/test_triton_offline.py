@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastlinear.families.linear.triton import backend, gemm_config, single_config
+from fastlinear.families.linear.triton import backend, gemm_config, product_config, single_config
 from fastlinear.families.linear.triton import backward as whole
 from fastlinear.families.linear.triton import config as triton_config
 from fastlinear.families.linear.triton import product as triton_product
@@ -263,11 +263,9 @@ def test_every_chosen_configuration_is_valid(
                     chosen = [single(M, K, N, capability, aligned, yes) for yes in (True, False)]
                     chosen += [single(N, M, K, capability, aligned, yes) for yes in (True, False)]
                 else:
-                    chosen = [
-                        triton_config.config_for(M, K, N, dtype, capability, aligned),
-                        triton_config.grad_config_for(M, K, N, dtype, capability, aligned),
-                        triton_config.grad_config_for(N, K, M, dtype, capability, aligned),
-                    ]
+                    sizes = ((M, K, N), (M, N, K), (N, M, K))
+                    how = dtype, capability, aligned, (aligned, aligned)
+                    chosen = [product_config.config_for(*size, *how) for size in sizes]
                 for config in chosen:
                     assert config.problem(dtype, capability) is None, config
 

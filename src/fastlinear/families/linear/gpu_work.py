@@ -11,20 +11,20 @@ from fastlinear.dispatch.roofline import (
     LARGE,
     LIBRARY,
     OURS,
-    Launched,
     Tiles,
     bytes_us,
     capability,
     hosts,
     swept,
     tiled,
+    units,
 )
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.work import Work, call
 from fastlinear.families.linear import padded_problem
 from fastlinear.families.linear.cuda import few_rows_config
 from fastlinear.families.linear.problem import BACKWARD_PIECES, NAME, PIECES, STEP, WHOLE_BACKWARD
-from fastlinear.families.linear.triton import config, single_config
+from fastlinear.families.linear.triton import config, product_config, single_config
 from fastlinear.fastpath.autograd_node import node_work
 
 _TILES: dict[str, Tiles] = {
@@ -103,17 +103,12 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
         "grad_weight": ((n, m, k), "t" + ("n" if x == "n" else "t")),
     }[p.piece]
     kind = "torch" if backend == "eager" else f"{NAME} {backend} {p.piece}"
-    tiles, launched = _TILES[backend], None
-    if backend == "triton":
-        launched = _launched(p, sizes, layout)
-        if launched is None:
-            kind, tiles = f"{kind} few rows", FEW_ROWS
     if backend == "few_rows":
         found = _few_rows(kind, p, *sizes)
+    elif backend == "triton":
+        found = _triton(kind, p, sizes, layout)
     else:
-        found = tiled(
-            kind, p, *sizes, layout, tiles=tiles, triton=backend == "triton", launched=launched
-        )
+        found = tiled(kind, p, *sizes, layout, tiles=_TILES[backend])
     if backend == "padded":
         numbers = _copied(p, m, k, n)
         copies = Work(f"{kind} copies", bytes_us(p, 2 * numbers), {"numbers": numbers})
@@ -140,22 +135,25 @@ def _few_rows(kind: str, p: Problem, m: int, k: int, n: int) -> tuple[Work, ...]
     return call(kind), Work(f"{kind} product", us - few_rows_config.start_us(dtype), sizes)
 
 
-def _launched(p: Problem, sizes: tuple[int, int, int], layout: str) -> Launched | None:
-    """The tile and slices of Triton's product; None where few rows need no tiles."""
+def _triton(kind: str, p: Problem, sizes: tuple[int, int, int], layout: str) -> tuple[Work, ...]:
+    """Triton's product, by the model that chooses its tile in 16 bits."""
     rows, depth, columns = sizes
     dtype, chip = _dtype(p), capability()
     few = config.few_rows_config_for(rows, depth, columns, dtype)
     if p.piece == "forward" and layout[1] == "t" and few is not None:
-        return None
+        return tiled(f"{kind} few rows", p, *sizes, layout, tiles=FEW_ROWS, triton=True)
     inner = (depth if layout[0] == "n" else rows, depth if layout[1] == "t" else columns, columns)
     aligned = all(row * dtype.itemsize % 16 == 0 for row in inner)
     if dtype.itemsize == 4:
         c = single_config.config_for(rows, depth, columns, chip, aligned, layout == "nt")
-    elif p.piece == "forward":
-        c = config.config_for(rows, depth, columns, dtype, chip, aligned)
-    else:
-        c = config.grad_config_for(rows, columns, depth, dtype, chip, aligned)
-    return c.block_r, c.block_c, c.splits
+        launched = c.block_r, c.block_c, c.splits
+        return tiled(kind, p, *sizes, layout, tiles=OURS, triton=True, launched=launched)
+    wide = inner[0] % 16 == 0, inner[1] % 16 == 0
+    c = product_config.config_for(*sizes, dtype, chip, aligned, wide)
+    us = product_config.microseconds(c, *sizes, wide, units())
+    told = {"m": rows, "k": depth, "n": columns, "mkn": rows * depth * columns}
+    ways = (layout,) if layout != "nt" else ()
+    return call(kind), Work(f"{kind} product", us - product_config.START_US, told, ways)
 
 
 def _dtype(p: Problem) -> torch.dtype:

@@ -23,7 +23,6 @@ from fastlinear.families.linear.triton.product import (
     Product,
     Turn,
     Turned,
-    gradient_product,
     math_of,
     product,
 )
@@ -275,7 +274,7 @@ def _product_plan(a: Tensor, b: Tensor, config: GemmConfig | None) -> Product | 
     )
     plan: Product | Turned | None = _plans.get(key)
     if plan is None:
-        made = Product(a, b, "none", config) if config else gradient_product(a, b)
+        made = Product(a, b, "none", config) if config else product(a, b)
         plan = _remember(key, made)
         assert plan is not None
     return plan

@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from fastlinear.activations.reference import NAMES
-from fastlinear.families.linear.triton.gemm_config import UNITS, GemmConfig
+from fastlinear.families.linear.triton.gemm_config import UNITS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_TMA_MIN_WORK = 1 << 28  # M*N*K from which persistent TMA pays for its dearer launch
 _MAX_INT = 2**31 - 1
-
-# Rates behind the choice of splits; only their ratios matter (H200, bfloat16).
-_FLOPS_PER_SECOND = 6e14
-_BYTES_PER_SECOND = 3.5e12
-_LAUNCH_SECONDS = 3e-6
-
-
-# Candidates from the largest tile down, measured on an H200 (M 16 to 8192, 1024 to 4096 features).
-_TMA_16 = (
-    GemmConfig("tma", 128, 128, 64, 4, 5, subtile=2),
-    GemmConfig("tma", 64, 128, 64, 4, 5),
-)
-_POINTER_16 = (
-    GemmConfig("pointer", 128, 128, 64, 8, 3),
-    GemmConfig("pointer", 64, 128, 64, 8, 3),
-    GemmConfig("pointer", 64, 64, 64, 4, 4),
-    GemmConfig("pointer", 64, 32, 128, 4, 4),
-    GemmConfig("pointer", 32, 32, 128, 4, 4),
-    GemmConfig("pointer", 16, 32, 256, 4, 3),
-)
-# Two programs a multiprocessor: one multiplies while the other is in its epilogue.
-_PERSISTENT = GemmConfig("tma", 128, 128, 64, 4, 3, subtile=2, programs_per_unit=2)
 
 
 @dataclass(frozen=True)
@@ -237,55 +213,6 @@ def few_rows_backward_config_for(
         return BackwardConfig("dot", 16, 128, 64, 64, 4, 3)
     # Each slice forms its own part of dpre, so that none is formed often.
     return BackwardConfig("dot", 64, 128, 64, 64, 4, 2, slices(64, 256))
-
-
-@lru_cache(maxsize=1024)
-def config_for(
-    M: int, K: int, N: int, dtype: torch.dtype, capability: tuple[int, int], aligned: bool = True
-) -> GemmConfig:
-    """The configuration of the forward (M, K) x (K, N) in 16 bits.
-
-    The largest tile that still gives most multiprocessors one. ``aligned``: whether both operands
-    and the result have one unit stride and the other a multiple of 16 bytes; element-wise access to
-    others takes so many registers that larger tiles would spill.
-    """
-    arch = capability[0] * 10 + capability[1]
-    units = UNITS.get(arch, 108)
-    candidates = (*(_TMA_16 if M * N * K >= _TMA_MIN_WORK else ()), *_POINTER_16)
-    runnable = [c for c in candidates if c.problem(dtype, capability) is None]
-    if not aligned:
-        runnable = [c for c in runnable if c.kind == "pointer" and c.block_c <= 64]
-    fitting = [c for c in runnable if c.block_r < 2 * M] or runnable[-1:]
-    for config in fitting:
-        tiles = -(-M // config.block_r) * -(-N // config.block_c)
-        if 4 * tiles >= 3 * units:
-            persists = config.kind == "tma" and tiles > units and config.block_r == 128
-            return _PERSISTENT if persists else config
-    return fitting[-1]
-
-
-@lru_cache(maxsize=1024)
-def grad_config_for(
-    rows: int, cols: int, depth: int, dtype: torch.dtype, capability: tuple[int, int], aligned: bool
-) -> GemmConfig:
-    """Configuration of a backward product (rows, depth) x (depth, cols) in 16 bits.
-
-    DEPTH is split when the gain in balance pays for the float32 workspace of the slices.
-    """
-    whole = config_for(rows, depth, cols, dtype, capability, aligned)
-    split = whole if whole.kind == "pointer" else GemmConfig("tma", 128, 256, 64, 8, 3, subtile=2)
-    units = UNITS.get(capability[0] * 10 + capability[1], 108)
-    product = 2.0 * rows * cols * depth / _FLOPS_PER_SECOND
-    slice_time = 8.0 * rows * cols / _BYTES_PER_SECOND  # a float32 slice is written, then read
-
-    def seconds(config: GemmConfig) -> float:
-        tiles = -(-rows // config.block_r) * -(-cols // config.block_c) * config.splits
-        waves = tiles / (units * config.programs_per_unit)
-        extra = _LAUNCH_SECONDS + slice_time * config.splits if config.splits > 1 else 0.0
-        return product * math.ceil(waves) / waves + extra
-
-    most = max(1, min(16, depth // (8 * split.block_d)))
-    return min((whole, *(replace(split, splits=s) for s in range(2, most + 1))), key=seconds)
 
 
 def reason_not(

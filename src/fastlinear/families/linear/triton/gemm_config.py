@@ -43,7 +43,8 @@ class GemmConfig:
         ring = self.stages * (self.block_r + self.block_c) * self.block_d * itemsize
         if self.kind == "pointer":
             return ring
-        return ring + self.block_r * self.block_c // self.subtile * itemsize + 256
+        result = itemsize if self.splits == 1 else 4
+        return ring + self.block_r * self.block_c // self.subtile * result + 256
 
     def problem(self, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
         """Why this configuration cannot run there, or None. The one validity predicate."""

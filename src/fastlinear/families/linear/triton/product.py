@@ -11,8 +11,7 @@ from dataclasses import replace
 import torch
 
 from fastlinear.core.device import device_facts
-from fastlinear.families.linear.triton import single_config
-from fastlinear.families.linear.triton.config import config_for, grad_config_for
+from fastlinear.families.linear.triton import product_config, single_config
 from fastlinear.families.linear.triton.elementwise import _turn_kernel
 from fastlinear.families.linear.triton.gemm import (
     _gemm_pointer_kernel,
@@ -194,18 +193,9 @@ def product(a: Tensor, b: Tensor, activation: str = "none") -> Product | Turned:
         config = _single_config(a, b, turn or not any(across))
         config = _within(config, rows, cols)
         return Turned(a, b, activation, config) if turn else Product(a, b, activation, config)
-    config = config_for(rows, depth, cols, a.dtype, capability, aligned)
+    sizes = rows, depth, cols, a.dtype, capability
+    config = product_config.config_for(*sizes, aligned, wide_operands(a, b))
     return Product(a, b, activation, config)
-
-
-def gradient_product(a: Tensor, b: Tensor) -> Product | Turned:
-    """As ``product`` without an activation, 16-bit operands in slices of the depth as well."""
-    if a.dtype is torch.float32:
-        return product(a, b)
-    rows, cols, depth = a.shape[0], b.shape[1], a.shape[1]
-    capability, aligned = capability_of(a.device), aligned_operands(a, b)
-    config = grad_config_for(rows, cols, depth, a.dtype, capability, aligned)
-    return Product(a, b, "none", _within(config, rows, cols))
 
 
 def batch_invariant_config(a: Tensor, b: Tensor) -> GemmConfig:
@@ -216,9 +206,11 @@ def batch_invariant_config(a: Tensor, b: Tensor) -> GemmConfig:
     rows, cols, depth = a.shape[0], b.shape[1], a.shape[1]
     if a.dtype is torch.float32:
         along = not any(_across(a, b))
-        sizes = rows, depth, cols, capability
-        return single_config.config_for(*sizes, aligned, along, one_order=True)
-    return config_for(rows, depth, cols, a.dtype, capability, aligned)
+        return single_config.config_for(
+            *(rows, depth, cols, capability), aligned, along, one_order=True
+        )
+    sizes = rows, depth, cols, a.dtype, capability
+    return product_config.config_for(*sizes, aligned, wide_operands(a, b), one_order=True)
 
 
 def _single_config(a: Tensor, b: Tensor, along: bool) -> GemmConfig:
@@ -252,6 +244,17 @@ def _across(a: Tensor, b: Tensor) -> tuple[bool, bool]:
 def aligned_operands(a: Tensor, b: Tensor) -> bool:
     """Whether both operands and rows of the result are aligned to 16 bytes, as TMA needs."""
     return _aligned(a) and _aligned(b) and b.shape[1] * a.element_size() % 16 == 0
+
+
+def wide_operands(a: Tensor, b: Tensor) -> tuple[bool, bool]:
+    """Of each operand, whether Triton knows that its rows, or columns, begin at 16 bytes: they lie
+    a multiple of 16 numbers apart."""
+    return _wide(a), _wide(b)
+
+
+def _wide(t: Tensor) -> bool:
+    inner, outer = sorted(t.stride())
+    return inner == 1 and outer % 16 == 0 and t.data_ptr() % 16 == 0
 
 
 def _aligned(t: Tensor) -> bool:
