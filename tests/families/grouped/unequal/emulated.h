@@ -46,7 +46,7 @@ struct uint4 {
   u32 x, y, z, w;
 };
 
-constexpr int BLOCK = 32 * WARPS_M * WARPS_N;
+constexpr int BLOCK = 32 * WARPS_M * WARPS_N * WARPS_K;
 static_assert(BLOCK <= 256, "fibers there are");
 __attribute__((aligned(128))) unsigned char shared_memory[1 << 18];
 
@@ -104,6 +104,28 @@ double __shfl_xor_sync(u32, double v, int mask) {
   return found;
 }
 
+u32 shared_address(const void*) { return 0; }
+
+template <int BYTES = 16>
+void copy_async(u32 to, const void* from, int valid) {
+  fibers[current].copies.push_back({to, from, BYTES, valid});
+}
+
+void commit() {
+  fibers[current].groups.push_back(fibers[current].copies);
+  fibers[current].copies.clear();
+}
+
+template <int PENDING>
+void wait() {
+  for (auto& groups = fibers[current].groups; groups.size() > PENDING; groups.pop_front()) {
+    for (const Copy& copy : groups.front()) {
+      memset(shared_memory + copy.to, 0, copy.bytes);
+      memcpy(shared_memory + copy.to, copy.from, copy.valid);
+    }
+  }
+}
+
 #if KIND != 2
 inline float wide(u16 v) {
 #if KIND == 1
@@ -136,27 +158,6 @@ inline u32 pack(float low, float high) {
 }
 
 void store_shared(u32 to, u32 v) { memcpy(shared_memory + to, &v, 4); }
-u32 shared_address(const void*) { return 0; }
-
-void copy_async(u32 to, const void* from, int valid) {
-  fibers[current].copies.push_back({to, from, 16, valid});
-}
-
-void commit() {
-  fibers[current].groups.push_back(fibers[current].copies);
-  fibers[current].copies.clear();
-}
-
-template <int PENDING>
-void wait() {
-  for (auto& groups = fibers[current].groups; groups.size() > PENDING; groups.pop_front()) {
-    for (const Copy& copy : groups.front()) {
-      memset(shared_memory + copy.to, 0, copy.bytes);
-      memcpy(shared_memory + copy.to, copy.from, copy.valid);
-    }
-  }
-}
-
 void __syncwarp() { meet_warp(); }
 
 u32 from_next_lane(u32 v) {

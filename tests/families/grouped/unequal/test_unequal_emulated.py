@@ -28,12 +28,15 @@ from fastlinear.families.grouped.unequal.cuda.config import (
     OFFERED,
     PLAIN,
     SINGLE,
+    SINGLES,
     SMALL,
     Choice,
+    SingleTiles,
     Tiles,
     choice_of,
     largest_first,
     single_choice_of,
+    single_time,
 )
 from fastlinear.families.grouped.unequal.cuda.launches import Kind
 from fastlinear.fastpath import autograd_node, lookup
@@ -125,9 +128,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         return kernels[key]
 
     def choice(_sizes: Any, mode: int, *given: Any) -> Choice:
-        dtype = given[2]
-        tiles = SINGLE if dtype is torch.float32 else CHOICE[-1].tiles
-        return Choice(tiles, CHOICE[-1].steps if mode == GRAD_WEIGHT else None)
+        chosen = CHOICE[-1]
+        if given[2] is torch.float32 and not isinstance(chosen.tiles, SingleTiles):
+            chosen = Choice(SINGLE, chosen.steps)
+        elif mode != GRAD_WEIGHT and not isinstance(chosen.tiles, SingleTiles):
+            chosen = Choice(chosen.tiles)
+        return chosen
 
     def unknown(*given: Any, **named: Any) -> Tensor:
         return empty(*given, **named).fill_(float("nan"))
@@ -201,6 +207,18 @@ def test_dtypes(dtype: torch.dtype, activation: str, emulated: None) -> None:
     check(dtype, activation)
 
 
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+@pytest.mark.parametrize("tiles", SINGLES, ids=lambda t: f"{t.rows}x{t.cols}")
+@pytest.mark.parametrize("steps", [None, 1])
+def test_float32_tiles(
+    steps: int | None, tiles: SingleTiles, activation: str, emulated: None
+) -> None:
+    """The depth of every product whole, and divided among blocks."""
+    CHOICE[:] = [Choice(tiles, steps)]
+    check(torch.float32, activation)
+    assert any(launch._blocks for launch in LAUNCHES)
+
+
 PARTS = ((300, 24, 10), (129, 9, 7), (64, 8, 8), (0, 5, 6), (200, 0, 3), (65, 130, 72), (5, 8, 0))
 
 
@@ -239,8 +257,9 @@ def test_parts_of_the_rows(
         for i, (one, other) in enumerate(zip(found, everything, strict=True)):
             assert (one is None) == ("xwb"[i // count] not in wanted)
             assert one is None or (other is not None and torch.equal(one, other))
-        # of the forward, of six groups with dW and four with shares, of five with dx
-        assert len(LAUNCHES) - launched <= 2 + 2 + 2
+        # of the forward, of six groups with dW and four with shares, of five with dx; float32 adds
+        # shares of y and of dx up
+        assert len(LAUNCHES) - launched <= 2 + 2 + 2 + (2 if dtype is torch.float32 else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -388,6 +407,23 @@ def test_tapes(activation: str) -> None:
     table.clear()
 
 
+def test_float32_choice() -> None:
+    """Low tiles for few rows, and the depth divided where tiles leave multiprocessors idle."""
+    for mode in (FORWARD, GRAD_INPUT, GRAD_WEIGHT):
+        for derived in (False, True):
+            choice = partial(single_choice_of, units=132, mode=mode, derived=derived)
+            assert choice(((1, 4096, 4096),) * 10).tiles == SINGLES[0]
+            assert choice(((2048, 512, 512),) * 26).tiles == SINGLE
+            assert choice(((64, 64, 4096),)).parts(4096) >= 16
+            assert choice(((1, 16, 4096),)).parts(4096) >= 4
+            assert choice(((1, 16, 64),)).parts(64) == 1
+            assert choice(()).steps is None
+    for sizes in (((1, 448, 896),) * 26, ((400, 64, 1984), (300, 32, 70)), ((3, 5000, 900),)):
+        best = single_choice_of(sizes, 132, FORWARD)
+        times = [single_time(c, sizes, 132, FORWARD) for c in (best, Choice(SINGLE))]
+        assert times[0] < times[1] / 1.5
+
+
 def test_choice() -> None:
     """Large tiles where they fill the chip only; parts of the rows where tiles alone do not."""
     for mode in (FORWARD, GRAD_INPUT, GRAD_WEIGHT):
@@ -408,11 +444,6 @@ def test_choice() -> None:
                 few = ((64, 64, 4096),)
                 for odd in (False, True):
                     assert choice_of(few, 132, mode, derived, odd).parts(4096) >= 16
-                assert single_choice_of(few, 132, mode).parts(4096) >= 16
-    # float32: as few parts as fill half of the chip at least
-    assert single_choice_of(((64, 64, 640),) * 67, 132, GRAD_WEIGHT) == Choice(SINGLE)
-    assert single_choice_of(((64, 64, 640),) * 66, 132, GRAD_WEIGHT) == Choice(SINGLE, 5)
-    assert single_choice_of((), 132, GRAD_WEIGHT) == Choice(SINGLE)
     assert [Choice(SMALL, 3).parts(m) for m in (0, 1, 192, 193, 256, 449)] == [1, 1, 1, 2, 2, 3]
     assert Choice(SMALL).parts(10**6) == 1
     assert [Choice(SMALL, 4).parts(64 * steps) for steps in (5, 9, 13)] == [2, 3, 4]

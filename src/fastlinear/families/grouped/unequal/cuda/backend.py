@@ -1,7 +1,8 @@
 """Products of groups of unequal sizes in one launch of CUDA C++, for sm_80 and later.
 
 A backward is one launch for all dW and db, whose rows are divided among blocks so that they fill
-the chip, and one for all dx, in which shares of dW and db are added up.
+the chip, and one for all dx, in which shares of dW and db are added up. In float32 the depth of y
+and of dx may be divided too: a launch behind theirs adds their shares up.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from fastlinear.dispatch.backend import why_no_gpu
 from fastlinear.families.grouped.unequal import layout
 from fastlinear.families.grouped.unequal.cuda.compiled import KINDS
 from fastlinear.families.grouped.unequal.cuda.config import (
+    ADD,
     FORWARD,
     GRAD_INPUT,
     GRAD_WEIGHT,
+    SINGLE,
     Choice,
     choice_of,
     odd_rows,
@@ -39,8 +42,9 @@ from fastlinear.families.grouped.unequal.cuda.launches import (
 from fastlinear.families.grouped.unequal.layout import Backward, Forward
 
 Tensors = Sequence[Tensor]
-Share = tuple[tuple[int, int, int], Any, Any, Any]
-"""(rows, cols, parts) of a dW, where its shares, dW and db are; None for no db."""
+Share = tuple[tuple[int, int, int], *tuple[Any, ...]]
+"""(rows, cols, parts) of a result, then where its shares, itself and db are; None for no db. Of y
+and dx the pre-activation for db, and the bias."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +83,19 @@ def reason_not(problem: Problem) -> str | None:
 
 def forward(call: Forward, device: torch.device, choices: Choices = AUTOMATIC) -> None:
     """Compute y and, where it is kept, the pre-activation: one launch for every ``MAX_GROUPS``
-    groups. float32 accumulation, deterministic.
+    groups, and another where they leave shares. float32 accumulation, deterministic.
 
     Args:
         call: of float32, bfloat16 or float16.
         device: which one.
         choices: how.
     """
-    run(_forward(call, device, choices), device)
+    for product in _forward(call, device, choices):
+        run(product, device)
 
 
 def backward(call: Backward, device: torch.device, choices: Choices = AUTOMATIC) -> None:
-    """Compute the gradients: one launch for all dx, one for all dW and db.
+    """Compute the gradients: one launch for all dx, one for all dW and db, one for shares of dx.
 
     Sums over tokens in float32, in a fixed order; exactly 0 for a group without tokens.
     """
@@ -99,16 +104,57 @@ def backward(call: Backward, device: torch.device, choices: Choices = AUTOMATIC)
         run(product, device)
 
 
-def _forward(call: Forward, device: torch.device, choices: Choices) -> Product:
+def _forward(call: Forward, device: torch.device, choices: Choices) -> list[Product]:
     size = call.dtype.itemsize
     ys = [(call.y, size * at) for at in call.offsets]
     pres = None if call.pre is None else [(call.pre, size * at) for at in call.offsets]
-    pointers = _begin(call.xs), None, _begin(call.weights), _begin(call.biases), ys, pres
+    operands = _begin(call.xs), None, _begin(call.weights), _begin(call.biases)
     sizes = tuple([(m, n, k) for m, n, k in call.sizes])
     widths = tuple([k for _, _, k in sizes])
     pitches = _unless_dense((call.x_pitch, widths), (widths, widths))
     which = FORWARD, call.activation, pres is not None
-    return _product(which, call.dtype, sizes, pointers, pitches, choices.forward, device)
+    choice = choices.forward or _choice(sizes, FORWARD, False, pitches, call.dtype, device)
+    to, places = _divided(choice, sizes, ys, device)
+    product = _product(which, call.dtype, sizes, (*operands, to, pres), pitches, choice)
+    if not places:
+        return [product]
+    of_groups = [(None if pres is None else pres[g], operands[3][g]) for g, *_ in places]
+    shares = [(*share, *more) for (_, *share), more in zip(places, of_groups, strict=True)]
+    return [product, _sums(shares, call.dtype, device, which[1:])]
+
+
+def _divided(
+    choice: Choice, sizes: Any, results: Sequence[Any], device: torch.device
+) -> tuple[list[Any], list[tuple[int, tuple[int, int, int], Any, Any]]]:
+    """Where blocks write: results, or memory of their shares; and of each group with shares its
+    number, (rows, cols, parts), and where shares and result are."""
+    parts = [choice.parts(k) if m else 1 for m, _, k in sizes]
+    if all(p == 1 for p in parts):
+        return list(results), []
+    counts = [
+        share_numbers(m, n) * p if p > 1 else None
+        for (m, n, _), p in zip(sizes, parts, strict=True)
+    ]
+    total, at = layout.placed(tuple(counts), torch.float32.itemsize)
+    memory = torch.empty(total, dtype=torch.float32, device=device)
+    to, shares = list(results), []
+    for g, begin in enumerate(at):
+        if begin is not None:
+            to[g] = memory, torch.float32.itemsize * begin
+            shares.append((g, (*sizes[g][:2], parts[g]), to[g], results[g]))
+    return to, shares
+
+
+def _sums(
+    shares: Sequence[Share],
+    dtype: torch.dtype,
+    device: torch.device,
+    finish: tuple[str, bool] = ("none", False),
+) -> Product:
+    """The launch that adds shares of y or dx up behind the one that leaves them; ``finish``: the
+    activation, and whether the pre-activation is kept."""
+    which, choice = (ADD, *finish), Choice(SINGLE)
+    return _product(which, dtype, (), (), None, choice, shares, _overlaps(device))
 
 
 def _product(
@@ -117,14 +163,10 @@ def _product(
     sizes: Any,
     pointers: Pointers,
     pitches: Pitches,
-    choice: Choice | None,
-    device: torch.device,
+    choice: Choice,
     shares: Sequence[Share] = (),
     early: bool = False,
 ) -> Product:
-    if choice is None:
-        derived = which[0] != FORWARD and which[1] != "none"
-        choice = _choice(sizes, which[0], derived, pitches, dtype, device)
     shapes = tuple([shape for shape, *_ in shares])
     shared = tuple(zip(*(places for _, *places in shares), strict=True))
     given = tuple([places is not None for places in pointers])
@@ -142,14 +184,18 @@ def _choice(
 ) -> Choice:
     units = device_facts(device).units
     if dtype is torch.float32:
-        return single_choice_of(sizes, units, mode)
+        return single_choice_of(sizes, units, mode, derived)
     return choice_of(sizes, units, mode, derived, odd_rows(sizes, mode, pitches))
 
 
 def _early(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the launch of dx may begin under the end of that of dW."""
-    facts = device_facts(device)
-    return dtype is not torch.float32 and device.type == "cuda" and facts.capability >= (9, 0)
+    return dtype is not torch.float32 and _overlaps(device)
+
+
+def _overlaps(device: torch.device) -> bool:
+    """Whether a launch may begin under the end of the one before."""
+    return device.type == "cuda" and device_facts(device).capability >= (9, 0)
 
 
 def _unless_dense(pitches: Any, widths: Any) -> Pitches:
@@ -192,7 +238,7 @@ def _backward(call: Backward, device: torch.device, choices: Choices) -> list[Pr
     if with_dx or shares:
         of_inputs = _grad_input(call, device, choices, with_dx, saved, dpre, shares, early)
         before = dpre is None and not shares and not early
-        products.insert(0 if before else 1, of_inputs)
+        products = of_inputs + products if before else products + of_inputs
     return products
 
 
@@ -205,8 +251,8 @@ def _grad_input(
     dpre: Any,
     shares: list[Share],
     early: bool,
-) -> Product:
-    """dx of ``groups``, and behind it what ``shares`` add up to."""
+) -> list[Product]:
+    """dx of ``groups`` and what ``shares`` add up to; behind it what shares of dx do."""
     sizes = tuple([(m, k, n) for m, n, k in _of(call.sizes, groups)])
     ns, ks = (tuple([size[i] for size in _of(call.sizes, groups)]) for i in (1, 2))
     dys, activation = _begin(call.dys), call.activation
@@ -214,18 +260,26 @@ def _grad_input(
     if dpre is not None or not groups:
         dys, saved, pitches, activation = dpre or dys, None, None, "none"
     results = _results(call.dx, call.dx_at, call.dtype.itemsize)
-    lists = dys, saved, _begin(call.weights), None, results, None
-    return _product(
+    dys, saved, weights, results = (
+        _of(places, groups) for places in (dys, saved, _begin(call.weights), results)
+    )
+    choice = choices.grad_input
+    if choice is None:
+        choice = _choice(sizes, GRAD_INPUT, activation != "none", pitches, call.dtype, device)
+    to, places = _divided(choice, sizes, results or (), device)
+    product = _product(
         (GRAD_INPUT, activation, False),
         call.dtype,
         sizes,
-        tuple(_of(places, groups) for places in lists),
+        (dys, saved, weights, None, to, None),
         pitches,
-        choices.grad_input,
-        device,
+        choice,
         shares,
         early,
     )
+    if not places:
+        return [product]
+    return [product, _sums([(*share, None, None) for _, *share in places], call.dtype, device)]
 
 
 def _grad_weight(
@@ -249,20 +303,8 @@ def _grad_weight(
         choice = _choice(sizes, GRAD_WEIGHT, derived, pitches, call.dtype, device)
     dws = _of(_results(call.dw, call.dw_at, size), groups)
     dbs = None if call.db is None else _of(_results(call.db, call.db_at, size), groups)
-    parts = [choice.parts(m) if n else 1 for n, _, m in sizes]
-    counts = [
-        share_numbers(n, k) * p if p > 1 else None
-        for (n, k, _), p in zip(sizes, parts, strict=True)
-    ]
-    to, shares = list(dws), []
-    if any(p > 1 for p in parts):
-        total, at = layout.placed(tuple(counts), torch.float32.itemsize)
-        memory = torch.empty(total, dtype=torch.float32, device=device)
-        for i, begin in enumerate(at):
-            if begin is not None:
-                to[i] = memory, torch.float32.itemsize * begin
-                shape = sizes[i][0], sizes[i][1], parts[i]
-                shares.append((shape, to[i], dws[i], None if dbs is None else dbs[i]))
+    to, places = _divided(choice, sizes, dws, device)
+    shares = [(*share, None if dbs is None else dbs[i]) for i, *share in places]
     written = None
     if dpre is not None:
         written = [None if call.dx_at[g] is None else dpre[g] for g in groups]
@@ -274,7 +316,6 @@ def _grad_weight(
         (*lists, written, to, dbs),
         pitches,
         choice,
-        device,
         early=early,
     )
     return product, shares

@@ -1,5 +1,5 @@
 """The kernels of layers of unequal sizes as text, and loaded: ``half.cu`` for 16-bit dtypes,
-``single.cu`` for float32."""
+``single.cu`` and ``adds.cu`` for float32."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 
 from fastlinear.activations.reference import cuda_macros
 from fastlinear.families.grouped.unequal.cuda.config import (
+    ADD,
     EXTRAS,
     FORWARD,
     SINGLE,
     SMALL,
     Extras,
+    SingleTiles,
     Tiles,
 )
 from fastlinear.native import cuda_driver as driver
@@ -41,7 +43,8 @@ def source(
 ) -> str:
     """The complete CUDA C++ source of one specialisation; ``headers`` lie beside this file."""
     wide = dtype is torch.float32
-    tiles = SINGLE if wide else tiles
+    if wide and not isinstance(tiles, SingleTiles):
+        tiles = SINGLE
     macros = {
         "MODE": mode,
         "KIND": KINDS[dtype],
@@ -56,9 +59,13 @@ def source(
         "WARPS_N": tiles.warps[1],
         "STAGES": tiles.stages,
         "BLOCKS": tiles.blocks,
+        "WARPS_K": tiles.depth_warps if isinstance(tiles, SingleTiles) else 1,
     }
+    if isinstance(tiles, SingleTiles):
+        macros["WORDS"] = tiles.words
+    main = "half.cu" if not wide else "adds.cu" if mode == ADD else "single.cu"
     here = Path(__file__).parent
-    files = (here / name for name in (*headers, "single.cu" if wide else "half.cu"))
+    files = (here / name for name in (*headers, main))
     text = "".join(path.read_text() for path in files)
     return "".join(f"#define {name} {v}\n" for name, v in macros.items()) + text
 
@@ -80,7 +87,6 @@ def kernel(
     arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
     text = source(dtype, mode, activation, save_pre, tiles, places, pitched, extras)
     cubin = driver.compile_cubin(text, "unequal_linear.cu", arch)
-    derived, shared = mode != FORWARD and activation != "none", 0
-    if tiles is not SINGLE:
-        shared = tiles.shared_bytes(derived, "ODD" in extras)
+    derived = mode != FORWARD and activation != "none"
+    shared = 0 if mode == ADD else tiles.shared_bytes(derived, "ODD" in extras)
     return driver.Kernel(cubin, _KERNEL, shared, device)

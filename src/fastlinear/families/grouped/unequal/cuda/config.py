@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-FORWARD, GRAD_INPUT, GRAD_WEIGHT = range(3)
-"""The products, as the kernels number them."""
+FORWARD, GRAD_INPUT, GRAD_WEIGHT, ADD = range(4)
+"""The products, as the kernels number them, and the sum of shares of the first two."""
 STEP = 64
 """Numbers along the depth that a block takes at once; parts of the depth are multiples of it."""
-EXTRAS = ("PARTS", "WRITES", "ODD", "EARLY")
+EXTRAS = ("PARTS", "ADDS", "WRITES", "ODD", "EARLY")
 """What a launch may have beside its products, as groups.h describes it."""
 Extras = tuple[str, ...]
 Sizes = tuple[tuple[int, int, int], ...]
@@ -59,12 +59,36 @@ class Tiles:
 
 
 @dataclass(frozen=True)
+class SingleTiles(Tiles):
+    """Tiles of float32 products.
+
+    Attributes:
+        words: numbers along the depth of a stage.
+        depth_warps: how many warps share those of a step; their sums are added at the end.
+    """
+
+    words: int = 16
+    depth_warps: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return super().threads * self.depth_warps
+
+    def shared_bytes(self, derived: bool, odd: bool) -> int:
+        """Shared memory of a block: its stages, in which the sums lie afterwards."""
+        lines = self.rows * (2 if derived else 1) + self.cols
+        stages = self.stages * lines * (self.words + 4)
+        return 4 * max(stages, self.depth_warps * self.rows * (self.cols + 4))
+
+
+@dataclass(frozen=True)
 class Choice:
     """How one product of all groups is computed.
 
     Attributes:
         tiles: what a block computes.
-        steps: of 64 rows that a block of dW walks at most; None for all.
+        steps: of 64 numbers of the depth that a block walks at most; None for all.
     """
 
     tiles: Tiles
@@ -92,8 +116,14 @@ OFFERED = {
         replace(LARGE, warps=(4, 2)),
     ),
 }
-SINGLE = Tiles(64, 64, (2, 2), 1, 2, 1.0)
-"""What single.cu is written for."""
+SINGLES = (
+    SingleTiles(8, 64, (1, 1), 4, 4, 0.6, words=32, depth_warps=4),
+    SingleTiles(16, 64, (1, 1), 4, 3, 0.8, words=32, depth_warps=4),
+    SingleTiles(32, 64, (1, 2), 4, 3, 0.9, words=32, depth_warps=2),
+    SingleTiles(64, 64, (2, 2), 4, 3, 1.0),
+)
+"""Tiles of float32 products."""
+SINGLE = SINGLES[-1]
 PLAIN = (SMALL, MIDDLE, _TWO)
 """Of dx where the derivative is taken already."""
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -112,6 +142,12 @@ _ODD_ALONE = 0.4, 0.8  # the same alone, by 128 threads; derived as well
 _ODD_BLOCK = 4.0  # results of a tile of 128 x 128 alone, by 256 threads
 _SHARE_BYTES = 5e6  # of shares a microsecond, written and read again beside the products
 _ADDING = 1.0  # of blocks that add shares up
+_ADDING_LAUNCH = 2.0  # of a launch that adds shares up
+_SINGLE_FULL = 2.2  # float32: 64 of the depth of a tile of 64 x 64 on a full multiprocessor
+_SINGLE_DERIVED = 0.2  # the derivative of 64 rows of it on top
+_SINGLE_STEP = 0.3, 1.3  # 64 of the depth at least, and by the tile's area
+_SINGLE_BLOCK = 3.0  # the launch, the first copies and the results of a block
+_SINGLE_READ, _SINGLE_MOVED = 5e6, 3.8e6  # bytes a microsecond that blocks and memory take
 _FULLNESS = 0.1  # of what full multiprocessors would take, on top: rounds are never filled evenly
 
 
@@ -138,17 +174,45 @@ def choice_of(sizes: Sizes, units: int, mode: int, derived: bool, odd: bool) -> 
 
 
 @lru_cache(maxsize=1024)
-def single_choice_of(sizes: Sizes, units: int, mode: int) -> Choice:
-    """The same in float32: parts of the rows only where tiles of dW leave half of the
-    multiprocessors without any, which then have one each."""
-    if mode != GRAD_WEIGHT:
-        return Choice(SINGLE)
-    tiles = SINGLE.count(sizes)
-    if not 0 < 2 * tiles <= units:
-        return Choice(SINGLE)
-    steps = max(_steps(k) for _, _, k in sizes)
-    length = -(-steps * tiles // units)
-    return Choice(SINGLE, length if length < steps else None)
+def single_choice_of(sizes: Sizes, units: int, mode: int, derived: bool = False) -> Choice:
+    """The same in float32, where every product may be divided along its depth."""
+    most = max((_steps(k) for _, _, k in sizes), default=0)
+    lengths = [None, *(n for n in _LENGTHS if n < most)]
+    choices = [Choice(tiles, n) for tiles in reversed(SINGLES) for n in lengths]
+    return min(choices, key=lambda choice: single_time(choice, sizes, units, mode, derived))
+
+
+def single_time(
+    choice: Choice, sizes: Sizes, units: int, mode: int, derived: bool = False
+) -> float:
+    """Microseconds that a float32 product of these sizes is expected to take: the longest of what
+    blocks compute, what they read and what memory moves, and behind that the sum of shares."""
+    tiles, parts = choice.tiles, [choice.parts(k) for _, _, k in sizes]
+    area = tiles.rows * tiles.cols / (64 * 64)
+    full = _SINGLE_FULL * area / tiles.rate
+    full += _SINGLE_DERIVED * tiles.rows / 64 if derived else 0.0
+    alone = _SINGLE_STEP[0] + _SINGLE_STEP[1] * area
+    counts = [tiles.count((size,)) * p for size, p in zip(sizes, parts, strict=True)]
+    beside = min(tiles.held(derived, False), max(1, -(-sum(counts) // units)))
+    step = max(alone, beside * full)
+    blocks: dict[float, int] = {}  # how many take so long
+    total = read = moved = shares = last = 0.0
+    for (m, n, k), split, count in zip(sizes, parts, counts, strict=True):
+        length = -(-_steps(k) // split)
+        time = _SINGLE_BLOCK + length * step
+        blocks[time] = blocks.get(time, 0) + count
+        total += count * length * full
+        last = max(last, _SINGLE_BLOCK + length * max(alone, full))
+        of_a = m * k * (2 if derived else 1)
+        read += of_a * -(-n // tiles.cols) + n * k * -(-m // tiles.rows)
+        moved += of_a + n * k + m * n
+        shares += 2.0 * m * n * split if split > 1 else 0.0
+    scale, added = 4.0 * 132 / units, 4.0 * shares / _SHARE_BYTES
+    if shares:
+        added += _ADDING if mode == GRAD_WEIGHT else _ADDING_LAUNCH
+    rounds = _rounds(blocks, units * beside, last)
+    memory = scale * max(read / _SINGLE_READ, moved / _SINGLE_MOVED)
+    return max(total / units, rounds, memory) + _FULLNESS * total / units + added
 
 
 def _steps(depth: int) -> int:

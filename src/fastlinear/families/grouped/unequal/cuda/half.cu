@@ -302,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 unequal_linear(const __grid_constant__ Groups groups, int count) {
   SHARED_MEMORY;
   if (EARLY && MODE == 2) let_next_start();
-#if MODE == 1 && PARTS
+#if MODE == 1 && ADDS
   const int behind = static_cast<int>(blockIdx.x) - groups.tiles;
   if (behind >= 0) {
     if (EARLY) wait_for_previous();
@@ -312,8 +312,8 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
   const int g = group_of(groups, count, blockIdx.x);
   const int rows = groups.rows[g], cols = groups.cols[g], depth = groups.depth[g];
   const int across = max(1, (cols + TILE_N - 1) / TILE_N), down = (rows + TILE_M - 1) / TILE_M;
-  const int number = blockIdx.x - groups.first[g], parts = SPLIT ? PARTS_OF : 1;
-  const int part = SPLIT ? number / (across * down) : 0, tile = number - part * across * down;
+  const int number = blockIdx.x - groups.first[g], parts = PARTS_OF;
+  const int part = PARTS ? number / (across * down) : 0, tile = number - part * across * down;
   const int row0 = tile / across * TILE_M, col0 = tile % across * TILE_N;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_w = warp / WARPS_N * PART_M, col_w = warp % WARPS_N * PART_N;
@@ -414,7 +414,7 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         const int row = row0 + row_w + 16 * i + 8 * half + lane / 4;
         if (lane % 4 == 0 && row < rows) {
-          if (SPLIT && parts > 1)
+          if (PARTS && parts > 1)
             share[share_of_dw(rows, cols) + row] = static_cast<float>(sum);
           else
             to(groups.more[g])[row] = static_cast<u16>(pack(static_cast<float>(sum), 0.0f));
@@ -422,7 +422,7 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
       }
     }
   }
-  if (SPLIT && parts > 1) {
+  if (PARTS && parts > 1) {
 #pragma unroll
     for (int i = 0; i < FRAGMENTS_M; ++i) {
 #pragma unroll

@@ -21,6 +21,29 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+__device__ __forceinline__ u32 shared_address(const void* memory) {
+  return static_cast<u32>(__cvta_generic_to_shared(memory));
+}
+
+// 4 or 16 bytes of global memory to shared memory, of which all but the first `valid` become zeros.
+template <int BYTES = 16>
+__device__ __forceinline__ void copy_async(u32 to, const void* from, int valid) {
+  if (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid)
+                 : "memory");
+}
+
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most PENDING groups of this thread's copies are under way.
+template <int PENDING>
+__device__ __forceinline__ void wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 #if KIND != 2
 __device__ __forceinline__ float wide(u16 v) {
   float out;
@@ -40,26 +63,8 @@ __device__ __forceinline__ u32 pack(float low, float high) {
   return out;
 }
 
-__device__ __forceinline__ u32 shared_address(const void* memory) {
-  return static_cast<u32>(__cvta_generic_to_shared(memory));
-}
-
-// 16 bytes of global memory to shared memory, of which all but the first `valid` become zeros.
-__device__ __forceinline__ void copy_async(u32 to, const void* from, int valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid)
-               : "memory");
-}
-
 __device__ __forceinline__ void store_shared(u32 to, u32 v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
-}
-
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until at most PENDING groups of this thread's copies are under way.
-template <int PENDING>
-__device__ __forceinline__ void wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // v of the next lane; of no meaning in the last.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fastlinear.families.grouped.unequal.cuda.compiled import MAX_GROUPS, kernel
 from fastlinear.families.grouped.unequal.cuda.config import (
+    ADD,
     EXTRAS,
     GRAD_INPUT,
     GRAD_WEIGHT,
@@ -41,13 +42,13 @@ Pointers = tuple[Sequence[tuple[Tensor, int] | None] | None, ...]
 not there."""
 Pitches = tuple[tuple[int, ...], tuple[int, ...]] | None
 """Numbers from a row of a, and of b, of every group to the next; None where all are dense."""
-_POINTERS, _SHARED = 6, 3  # of a group, and of one whose shares are added up
+_POINTERS, _SHARED = 6, 3  # of a group, and of one whose shares are added up behind tiles
 _PLACES = (32, MAX_GROUPS)  # of the groups of a launch: arguments take time to hand over
 _MAX_PLANS = 1024
 
 
 def share_numbers(rows: int, cols: int) -> int:
-    """Numbers of a share of dW (rows, cols) and db, as groups.h has them."""
+    """Numbers of a share of a result (rows, cols) and db, as groups.h has them."""
     return -(-rows * cols // 4) * 4 + -(-rows // 4) * 4
 
 
@@ -60,9 +61,11 @@ class Kind:
         dtype: of all tensors.
         sizes, pitches: of each group's product.
         choice: how it is computed.
-        shares: (rows, cols, parts) of each dW whose shares are added up behind the tiles of dx.
+        shares: (rows, cols, parts) of each result whose shares are added up: dW's behind the tiles
+            of dx, others in a launch of their own.
         given: which of the pointers there are: the others stay 0.
-        early: the launch of dx begins under the end of that of dW.
+        early: the launch of dx begins under the end of that of dW; one that only adds under the
+            end of the one before.
     """
 
     call: Call
@@ -77,12 +80,13 @@ class Kind:
     def extras(self) -> Extras:
         """What the launches have beside their products."""
         mode, half = self.call[0], self.dtype.itemsize == 2
-        divided = mode == GRAD_WEIGHT and any(self.choice.parts(k) > 1 for _, _, k in self.sizes)
+        divided = any(self.choice.parts(k) > 1 for _, _, k in self.sizes)
         found = (
-            divided or bool(self.shares),
+            divided,
+            bool(self.shares),
             mode == GRAD_WEIGHT and self.given[3],
             half and odd_rows(self.sizes, mode, self.pitches),
-            self.early,
+            self.early or (divided and mode != GRAD_WEIGHT),
         )
         return tuple([name for name, there in zip(EXTRAS, found, strict=True) if there])
 
@@ -93,7 +97,8 @@ class Product:
 
     Attributes:
         pointers: a, saved, b, bias, c and more of every group.
-        shared: shares, dW and db of every group of the kind's ``shares``.
+        shared: shares, the result and db of every group of the kind's ``shares``; in a launch
+            that only adds the pre-activation for db, and biases.
     """
 
     kind: Kind
@@ -117,7 +122,7 @@ class Part:
         self, kernel: Any, kind: Kind, which: Sequence[int], shared: Sequence[int], places: int
     ) -> None:
         mode, tiles = kind.call[0], kind.choice.tiles
-        divided = "PARTS" in kind.extras()
+        extras = kind.extras()
         parts = [kind.choice.parts(depth) for _, _, depth in kind.sizes]
         each = [tiles.count((size,)) * n for size, n in zip(kind.sizes, parts, strict=True)]
         threads = 4 * tiles.threads  # numbers that a block adds up
@@ -125,13 +130,13 @@ class Part:
         columns = [
             *([size[i] for size in kind.sizes] for i in range(3)),
             _firsts(which, each),
-            *([parts] if divided else []),
+            *([parts] if "PARTS" in extras else []),
             *(kind.pitches or ()),
         ]
         more = [*([size[i] for size in kind.shares] for i in range(3)), _firsts(shared, added)]
-        tables = [(_POINTERS, columns, which)]
-        if mode == GRAD_INPUT and divided:
-            tables.append((_SHARED, more, shared))
+        tables = [] if mode == ADD else [(_POINTERS, columns, which)]
+        if "ADDS" in extras:
+            tables.append((_SHARED + (mode == ADD), more, shared))
         self._lists: list[tuple[int, Struct, Sequence[int]]] = []  # where addresses go, and whose
         numbers, size = [], 0
         for pointers, table, groups in tables:
@@ -200,7 +205,7 @@ def parts_of(kind: Kind, device: int) -> tuple[Part, ...]:
     for which, shared in zip_longest(*chunks, fillvalue=()):
         places = next(n for n in _PLACES if max(len(which), len(shared)) <= n)
         found.append(Part(_loaded(kind, places, device), kind, which, shared, places))
-        if kind.early and kind.call[0] == GRAD_INPUT and len(found) == 1:
+        if kind.early and kind.call[0] in (GRAD_INPUT, ADD) and len(found) == 1:
             found[0].begin_early()
     return tuple(found)
 

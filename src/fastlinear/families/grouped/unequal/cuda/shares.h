@@ -1,6 +1,6 @@
-// Shares of dW and db added up in order, by blocks behind the tiles of dx. Behind groups.h.
+// Shares added up in order. Behind groups.h.
 
-#if MODE == 1 && PARTS
+#if ADDS
 __device__ __forceinline__ void store(Number* at, const float (&v)[4], int count) {
 #if KIND == 2
   if (count >= 4) {
@@ -27,13 +27,14 @@ __device__ __forceinline__ void add_shares(const Shares& shares, int count, int 
   const u64 of_dw = share_of_dw(rows, cols), all = share_of(rows, cols);
   const u64 i = (static_cast<u64>(block - shares.first[g]) * THREADS + threadIdx.x) * 4;
   if (i >= all) return;
-  const bool bias = i >= of_dw;
-  const u64 where = bias ? shares.db[g] : shares.dw[g], place = bias ? i - of_dw : i;
+  const bool behind = i >= of_dw;  // db
+  const u64 where = behind ? MODE == 3 ? 0 : shares.more[g] : shares.c[g];
+  const u64 place = behind ? i - of_dw : i;
   if (!where) return;
   const float* from = reinterpret_cast<const float*>(shares.from[g]) + i;
   const int parts = shares.parts[g];
   float v[4];
-  if (bias) {  // many numbers, of which little may be left
+  if (behind) {  // many numbers, of which little may be left
     double sum[4] = {};
     for (int p = 0; p < parts; ++p)
       for (int n = 0; n < 4; ++n) sum[n] += from[p * all + n];
@@ -50,7 +51,15 @@ __device__ __forceinline__ void add_shares(const Shares& shares, int count, int 
     }
     v[0] = sum.x, v[1] = sum.y, v[2] = sum.z, v[3] = sum.w;
   }
-  const u64 left = (bias ? rows : static_cast<u64>(rows) * cols) - place;
-  store(to(where) + place, v, left < 4 ? static_cast<int>(left) : 4);
+  const u64 left = (behind ? rows : static_cast<u64>(rows) * cols) - place;
+  const int there = left < 4 ? static_cast<int>(left) : 4;
+#if MODE == 3
+  if (shares.bias[g])
+    for (int n = 0; n < there; ++n) v[n] += at(shares.bias[g])[(place + n) % cols];
+  if (SAVE_PRE) store(to(shares.more[g]) + place, v, there);
+#pragma unroll
+  for (int n = 0; n < 4; ++n) v[n] = act(v[n]);
+#endif
+  store(to(where) + place, v, there);
 }
 #endif

@@ -1,151 +1,269 @@
 // Products of many groups of unequal sizes in one launch, float32, for sm_80 and later: plain
-// arithmetic. Behind instructions.h, groups.h and shares.h; tiles of 64 x 64.
+// arithmetic. Behind instructions.h, groups.h and shares.h.
+//
+// A block computes a tile (TILE_M, TILE_N) of one group in steps of WORDS numbers along the depth, of
+// which STAGES are in shared memory or on their way there. Tiles lie there as in global memory: lines
+// along the depth, or across it where TURNED. Lines come in copies of 16 bytes where they begin at 16
+// bytes, else number by number. WARPS_K warps share a step's depth; their sums are added at the end.
 
-constexpr int TILE = 64, WORDS = 16, PITCH = WORDS + 4;  // pitch: 8 rows share no bank
-constexpr int THREADS = 128, EACH = TILE * WORDS / THREADS;
 constexpr int STEP = 64;  // parts of the depth are multiples of it
-static_assert(TILE_M == TILE && TILE_N == TILE, "what a block computes");
+constexpr int WARPS = WARPS_M * WARPS_N * WARPS_K, THREADS = 32 * WARPS;
+constexpr int PART_M = TILE_M / WARPS_M, PART_N = TILE_N / WARPS_N, PART_K = WORDS / WARPS_K;
+constexpr int EACH_M = 4, LANES_M = PART_M / EACH_M;  // results of a thread, and threads of a warp
+constexpr int LANES_N = 32 / LANES_M, EACH_N = PART_N / LANES_N;
+constexpr int LINE = WORDS + 4;  // of a tile along the depth: 8 rows share no bank
+constexpr int SAVED_AT = TILE_M * LINE, B_AT = SAVED_AT * (DERIVED ? 2 : 1);
+constexpr int STAGE = B_AT + TILE_N * LINE;  // numbers
+constexpr int PITCH = TILE_N + 4;            // of sums
+static_assert(STEP % WORDS == 0 && EACH_N % 4 == 0 && PART_K % 4 == 0, "whole pieces");
 
-// A number of row `row` and place `k` along the depth; 0 outside. A matrix is (rows, depth), or
-// (depth, rows) where TURNED, of lines `pitch` apart.
-template <bool TURNED>
-__device__ __forceinline__ float fetch(const Number* from, int rows, int depth, int pitch, int row,
-                                       int k) {
-  const u64 place = TURNED ? static_cast<u64>(k) * pitch + row : static_cast<u64>(row) * pitch + k;
-  return row < rows && k < depth ? from[place] : 0.0f;
-}
-
-// Where the i-th word of a thread lies in a tile: neighbours in memory by neighbouring threads.
-template <bool TURNED>
-__device__ __forceinline__ void placed(int i, int& row, int& word) {
-  const int t = threadIdx.x;
-  row = TURNED ? t % TILE : t / WORDS + i * (THREADS / WORDS);
-  word = TURNED ? t / TILE + i * (THREADS / TILE) : t % WORDS;
-}
-
-struct Tile {
-  float word[EACH];
+struct Matrix {
+  const Number* from;
+  int rows, depth;
+  int pitch;  // numbers from a line to the next
 };
 
-template <bool TURNED, bool CHANGED>
-__device__ __forceinline__ void fetch_tile(Tile& tile, const Number* from, const Number* saved,
-                                           int rows, int depth, int pitch, int row0, int k0,
-                                           double* sum, Number* out) {
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    int row, word;
-    placed<TURNED>(i, row, word);
-    float v = fetch<TURNED>(from, rows, depth, pitch, row0 + row, k0 + word);
-    if (CHANGED && DERIVED)
-      v = graded(v, fetch<TURNED>(saved, rows, depth, TURNED ? rows : depth, row0 + row,
-                                   k0 + word));
-    tile.word[i] = v;
-    if (CHANGED && MODE == 2) *sum += v;
-    if (CHANGED && DERIVED && MODE == 2 && WRITES && out && row0 + row < rows && k0 + word < depth)
-      out[static_cast<u64>(k0 + word) * rows + row0 + row] = v;
+__device__ __forceinline__ bool aligned(const Matrix& m) {
+  return (reinterpret_cast<u64>(m.from) | static_cast<u64>(m.pitch) * 4) % 16 == 0;
+}
+
+// The pieces of UNIT numbers of a tile that one thread copies: neighbours in memory by neighbouring
+// threads.
+template <bool TURNED, int TILE, int UNIT>
+struct Pieces {
+  static constexpr int WIDTH = TURNED ? TILE : WORDS, LINES = TURNED ? WORDS : TILE;
+  static constexpr int ACROSS = WIDTH / UNIT, APART = THREADS / ACROSS;  // lines of a thread
+  static constexpr int EACH = (LINES + APART - 1) / APART;
+  static_assert(THREADS % ACROSS == 0, "whole lines");
+  int line0, col;
+  __device__ __forceinline__ Pieces()
+      : line0(threadIdx.x / ACROSS), col(threadIdx.x % ACROSS * UNIT) {}
+  __device__ __forceinline__ int line(int i) const { return line0 + i * APART; }
+  __device__ __forceinline__ bool there(int i) const {
+    return LINES % APART == 0 || line(i) < LINES;
+  }
+  __device__ __forceinline__ int place(int i) const {
+    return line(i) * (TURNED ? TILE : LINE) + col;
+  }
+};
+
+template <bool TURNED, int TILE, int UNIT>
+__device__ __forceinline__ void copy_tile(u32 tile, const Matrix& m, int row0, int k0) {
+  const Pieces<TURNED, TILE, UNIT> pieces;
+  const int first = (TURNED ? row0 : k0) + pieces.col, line0 = TURNED ? k0 : row0;
+  const int left = (TURNED ? m.rows : m.depth) - first, lines = (TURNED ? m.depth : m.rows) - line0;
+  const Number* from = m.from + static_cast<u64>(line0 + pieces.line0) * m.pitch + first;
+#pragma unroll 4
+  for (int i = 0; i < pieces.EACH; ++i) {
+    if (!pieces.there(i)) continue;
+    const bool inside = pieces.line(i) < lines && left > 0;
+    copy_async<UNIT * 4>(tile + pieces.place(i) * 4,
+                         inside ? from + static_cast<u64>(i * pieces.APART) * m.pitch : m.from,
+                         inside ? min(left, UNIT) * 4 : 0);
   }
 }
 
-template <bool TURNED>
-__device__ __forceinline__ void store_tile(float (&to)[TILE][PITCH], const Tile& tile) {
+template <bool TURNED, int TILE>
+__device__ __forceinline__ void fetch(u32 tile, const Matrix& m, bool wide, int row0, int k0) {
+  if (wide)
+    copy_tile<TURNED, TILE, 4>(tile, m, row0, k0);
+  else
+    copy_tile<TURNED, TILE, 1>(tile, m, row0, k0);
+}
+
+// act' applied to those numbers of dy's tile that this thread has brought, which it sees first. They
+// are written to `out` as well, (depth, rows), where it is not null.
+template <int UNIT>
+__device__ __forceinline__ void derive(float* tile, const Matrix& m, int row0, int k0, Number* out) {
+  const Pieces<A_TURNED, TILE_M, UNIT> pieces;
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    int row, word;
-    placed<TURNED>(i, row, word);
-    to[row][word] = tile.word[i];
+  for (int i = 0; i < pieces.EACH; ++i) {
+    if (!pieces.there(i)) continue;
+    float* const at = tile + pieces.place(i);
+    const int line = k0 + pieces.line(i), col = row0 + pieces.col;
+#pragma unroll
+    for (int n = 0; n < UNIT; ++n) {
+      at[n] = graded(at[n], at[SAVED_AT + n]);
+      if (MODE == 2 && WRITES && out && line < m.depth && col + n < m.rows)
+        out[static_cast<u64>(line) * m.rows + col + n] = at[n];
+    }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+// The i-th row of a lane among those of its warp.
+template <bool TURNED, int LANES>
+__device__ __forceinline__ int row_of(int lane, int i) {
+  return TURNED ? (i / 4 * LANES + lane) * 4 + i % 4 : i * LANES + lane;
+}
+
+// Four numbers of the depth of each row of a lane; `tile` is at the warp's first row.
+template <bool TURNED, int TILE, int LANES, int EACH>
+__device__ __forceinline__ void read(float (&v)[EACH][4], const float* tile, int lane, int k) {
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const float* const at = TURNED ? tile + (k + i % 4) * TILE + row_of<true, LANES>(lane, i / 4 * 4)
+                                   : tile + row_of<false, LANES>(lane, i) * LINE + k;
+    const float4 four = *reinterpret_cast<const float4*>(at);
+    const float found[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (TURNED)
+        v[i / 4 * 4 + n][i % 4] = found[n];
+      else
+        v[i][n] = found[n];
+    }
+  }
+}
+
+// The sums in shared memory as results of rows (rows, cols) of `pitch` numbers, COUNT at once. `raw`
+// ones are shares.
+template <int COUNT>
+__device__ __forceinline__ void finish(const float* sums, const Number* bias, Number* c, Number* pre,
+                                       int rows, int cols, int pitch, bool raw) {
+  constexpr int PIECES = TILE_N / COUNT;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < TILE_M * PIECES; i += THREADS) {
+    const int row = i / PIECES, col = i % PIECES * COUNT;
+    if (row >= rows || col >= cols) continue;
+    float v[COUNT] = {};
+#pragma unroll
+    for (int w = 0; w < WARPS_K; ++w) {
+#pragma unroll
+      for (int n = 0; n < COUNT; ++n) v[n] += sums[(w * TILE_M + row) * PITCH + col + n];
+    }
+    const auto put = [&](Number* to) {
+      to += static_cast<u64>(row) * pitch + col;
+      if constexpr (COUNT == 4)
+        *reinterpret_cast<float4*>(to) = {v[0], v[1], v[2], v[3]};
+      else
+        *to = v[0];
+    };
+    if (MODE == 0 && !raw) {
+#pragma unroll
+      for (int n = 0; n < COUNT; ++n) v[n] += bias ? bias[col + n] : 0.0f;
+      if (SAVE_PRE) put(pre);
+#pragma unroll
+      for (int n = 0; n < COUNT; ++n) v[n] = act(v[n]);
+    }
+    put(c);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 unequal_linear(const __grid_constant__ Groups groups, int count) {
-  __shared__ __align__(16) float a_tile[TILE][PITCH];
-  __shared__ __align__(16) float b_tile[TILE][PITCH];
-#if MODE == 1 && PARTS
+  SHARED_MEMORY;
+  if (EARLY) let_next_start();
+  if (EARLY && MODE == 1) wait_for_previous();
+#if MODE == 1 && ADDS
   const int behind = static_cast<int>(blockIdx.x) - groups.tiles;
   if (behind >= 0) return add_shares<THREADS>(groups.shares, groups.shared, behind);
 #endif
   const int g = group_of(groups, count, blockIdx.x);
   const int rows = groups.rows[g], cols = groups.cols[g], depth = groups.depth[g];
-  const int across = max(1, (cols + TILE - 1) / TILE), down = (rows + TILE - 1) / TILE;
-  const int number = blockIdx.x - groups.first[g], parts = SPLIT ? PARTS_OF : 1;
-  const int part = SPLIT ? number / (across * down) : 0, tile = number - part * across * down;
-  const int row0 = tile / across * TILE, col0 = tile % across * TILE;
+  const int across = max(1, (cols + TILE_N - 1) / TILE_N), down = (rows + TILE_M - 1) / TILE_M;
+  const int number = blockIdx.x - groups.first[g], parts = PARTS_OF;
+  const int part = PARTS ? number / (across * down) : 0, tile = number - part * across * down;
+  const int row0 = tile / across * TILE_M, col0 = tile % across * TILE_N;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int row_w = warp / 2 * 32, col_w = warp % 2 * 32;
+  const int warp_k = warp / (WARPS_M * WARPS_N), row_w = warp / WARPS_N % WARPS_M * PART_M;
+  const int col_w = warp % WARPS_N * PART_N, lane_m = lane / LANES_N, lane_n = lane % LANES_N;
 
-  const int steps = (depth + STEP - 1) / STEP, each = (steps + parts - 1) / parts * STEP;
-  const int from = SPLIT ? min(depth, part * each) : 0, end = SPLIT ? min(depth, from + each) : depth;
+  const Matrix a = {at(groups.a[g]), rows, depth, PITCH_OF(a, A_TURNED ? rows : depth)};
+  const Matrix b = {at(groups.b[g]), cols, depth, PITCH_OF(b, B_TURNED ? cols : depth)};
+  const Matrix saved = {DERIVED ? at(groups.saved[g]) : a.from, rows, depth,
+                        A_TURNED ? rows : depth};
+  const bool wide_a = aligned(a) && (!DERIVED || aligned(saved)), wide_b = aligned(b);
+  const int all = (depth + STEP - 1) / STEP, each = (all + parts - 1) / parts * STEP;
+  const int from = min(depth, part * each), end = min(depth, from + each);
+  const int steps = (end - from + WORDS - 1) / WORDS;
   Number* const out = MODE == 2 && WRITES && DERIVED && col0 == 0 ? to(groups.bias[g]) : nullptr;
-  const int a_pitch = PITCH_OF(a, A_TURNED ? rows : depth);
-  const int b_pitch = PITCH_OF(b, B_TURNED ? cols : depth);
+  const bool summing = MODE == 2 && col0 == 0 && groups.more[g];
 
-  float acc[32] = {};
-  double sum = 0.0;  // many numbers, of which little may be left
-  Tile a, b;
-  const auto fetch_both = [&](int k) {
-    fetch_tile<A_TURNED, MODE != 0>(a, at(groups.a[g]), at(groups.saved[g]), rows, end, a_pitch, row0,
-                                    k, &sum, out);
-    fetch_tile<B_TURNED, false>(b, at(groups.b[g]), nullptr, cols, end, b_pitch, col0, k, nullptr,
-                                nullptr);
+  const u32 start = shared_address(memory);
+  float* const stages = reinterpret_cast<float*>(memory);
+  const auto bring = [&](int step) {
+    if (step < steps) {
+      const u32 stage = start + step % STAGES * STAGE * 4;
+      const int k0 = from + step * WORDS;
+      fetch<A_TURNED, TILE_M>(stage, a, wide_a, row0, k0);
+      if (DERIVED) fetch<A_TURNED, TILE_M>(stage + SAVED_AT * 4, saved, wide_a, row0, k0);
+      fetch<B_TURNED, TILE_N>(stage + B_AT * 4, b, wide_b, col0, k0);
+    }
+    commit();
   };
-  fetch_both(from);
-  for (int k = from; k < end; k += WORDS) {
+  float acc[EACH_M][EACH_N] = {};
+  double sum = 0.0;  // many numbers, of which little may be left
+#pragma unroll 1
+  for (int step = 0; step < STAGES - 1; ++step) bring(step);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    wait<STAGES - 2>();
+    float* const stage = stages + step % STAGES * STAGE;
+    if (DERIVED) {
+      const int k0 = from + step * WORDS;
+      if (wide_a)
+        derive<4>(stage, a, row0, k0, out);
+      else
+        derive<1>(stage, a, row0, k0, out);
+    }
     __syncthreads();
-    store_tile<A_TURNED>(a_tile, a);
-    store_tile<B_TURNED>(b_tile, b);
-    __syncthreads();
-    if (k + WORDS < end) fetch_both(k + WORDS);
-    float part[32] = {};  // sums of sums: their error grows with fewer terms
+    bring(step + STAGES - 1);
+    if (summing)
+      for (int k = threadIdx.x / TILE_M; k < WORDS; k += THREADS / TILE_M)
+        sum += stage[k * TILE_M + threadIdx.x % TILE_M];
+    const float* const a_tile = stage + row_w * (A_TURNED ? 1 : LINE);
+    const float* const b_tile = stage + B_AT + col_w * (B_TURNED ? 1 : LINE);
+    float part_of[EACH_M][EACH_N] = {};  // sums of sums: their error grows with fewer terms
 #pragma unroll
-    for (int w = 0; w < WORDS; w += 4) {
-      float4 left[4], right[8];
+    for (int w = 0; w < PART_K; w += 4) {
+      float left[EACH_M][4], right[EACH_N][4];
+      read<A_TURNED, TILE_M, LANES_M>(left, a_tile, lane_m, warp_k * PART_K + w);
+      read<B_TURNED, TILE_N, LANES_N>(right, b_tile, lane_n, warp_k * PART_K + w);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        left[i] = *reinterpret_cast<const float4*>(&a_tile[row_w + lane / 4 + 8 * i][w]);
+      for (int i = 0; i < EACH_M; ++i) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j)
-        right[j] = *reinterpret_cast<const float4*>(&b_tile[col_w + lane % 4 + 4 * j][w]);
+        for (int j = 0; j < EACH_N; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          float& c = part[8 * i + j];
-          c = fmaf(left[i].x, right[j].x, c);
-          c = fmaf(left[i].y, right[j].y, c);
-          c = fmaf(left[i].z, right[j].z, c);
-          c = fmaf(left[i].w, right[j].w, c);
+          for (int n = 0; n < 4; ++n) part_of[i][j] = fmaf(left[i][n], right[j][n], part_of[i][j]);
         }
       }
     }
 #pragma unroll
-    for (int i = 0; i < 32; ++i) acc[i] += part[i];
-  }
-
-  const u64 share = SPLIT && parts > 1 ? part * share_of(rows, cols) : 0;
+    for (int i = 0; i < EACH_M; ++i) {
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    const int row = row0 + row_w + lane / 4 + 8 * (i / 8);
-    const int col = col0 + col_w + lane % 4 + 4 * (i % 8);
-    if (row < rows && col < cols) {
-      const u64 place = static_cast<u64>(row) * cols + col;
-      float v = acc[i];
-      if (MODE == 0) {
-        if (groups.bias[g]) v += at(groups.bias[g])[col];
-        if (SAVE_PRE) to(groups.more[g])[place] = v;
-        v = act(v);
-      }
-      to(groups.c[g])[share + place] = v;
+      for (int j = 0; j < EACH_N; ++j) acc[i][j] += part_of[i][j];
     }
   }
+  wait<0>();
+  __syncthreads();
 
-  if (MODE == 2 && col0 == 0 && groups.more[g]) {  // two threads hold the sums of each row
-    __syncthreads();
-    double* sums = reinterpret_cast<double*>(a_tile);
+  Number* const share = to(groups.c[g]) + (parts > 1 ? part * share_of(rows, cols) : 0);
+  if (summing) {
+    double* const sums = reinterpret_cast<double*>(memory);
     sums[threadIdx.x] = sum;
     __syncthreads();
     const int row = row0 + threadIdx.x;
-    Number* db = parts > 1 ? to(groups.c[g]) + share + share_of_dw(rows, cols) : to(groups.more[g]);
-    if (threadIdx.x < TILE && row < rows)
-      db[row] = static_cast<float>(sums[threadIdx.x] + sums[threadIdx.x + TILE]);
+    if (threadIdx.x < TILE_M && row < rows) {
+      for (int i = TILE_M; i < THREADS; i += TILE_M) sum += sums[i + threadIdx.x];
+      (parts > 1 ? share + share_of_dw(rows, cols) : to(groups.more[g]))[row] =
+          static_cast<float>(sum);
+    }
+    __syncthreads();
   }
+  float* const sums = stages + (warp_k * TILE_M + row_w) * PITCH + col_w;
+#pragma unroll
+  for (int i = 0; i < EACH_M; ++i) {
+#pragma unroll
+    for (int j = 0; j < EACH_N; ++j)
+      sums[row_of<A_TURNED, LANES_M>(lane_m, i) * PITCH + row_of<B_TURNED, LANES_N>(lane_n, j)] =
+          acc[i][j];
+  }
+  __syncthreads();
+  const u64 first = static_cast<u64>(row0) * cols + col0;
+  const Number* bias = MODE == 0 && groups.bias[g] ? at(groups.bias[g]) + col0 : nullptr;
+  Number *c = share + first, *pre = SAVE_PRE ? to(groups.more[g]) + first : nullptr;
+  if (cols % 4 == 0)
+    finish<4>(stages, bias, c, pre, rows - row0, cols - col0, cols, parts > 1);
+  else
+    finish<1>(stages, bias, c, pre, rows - row0, cols - col0, cols, parts > 1);
 }
