@@ -94,6 +94,49 @@ def test_kernels(activation: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
+DEEP = (
+    tuple((1, k, 16) for k in (1024, 8, 32, 15, 130)),
+    ((400, 1984, 64), (300, 1001, 33), (93, 70, 16)),
+    tuple((1 + g % 4, 16 + 131 * g % 880, 16 + 97 * g % 432) for g in range(26)),
+    tuple((1 + g % 4, 819 * (1 + g % 5), 4096 >> g % 3) for g in range(10)),
+    ((16, 2048, 2048), (0, 8, 9), (9, 3000, 5)),
+    ((64, 512, 512),) * 8,
+)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+@pytest.mark.parametrize("sizes", DEEP, ids=lambda sizes: f"{len(sizes)} groups")
+def test_float32_of_few_rows_and_deep_sums(
+    sizes: tuple[tuple[int, int, int], ...], activation: str
+) -> None:
+    """Low tiles and shares: as exact as PyTorch, the same every time and in a graph."""
+    lists = drawn(torch.float32, sizes)
+    torch.full((1 << 24,), float("nan"), device=DEVICE)  # what new memory holds
+    found = results(together, lists, activation)
+    theirs = results(autograd.loop, lists, activation)
+    oracle = results(autograd.loop, widened(lists), activation)
+    count = len(sizes)
+    for i, name in enumerate(("y", "dx", "dW", "db")):
+        kind = slice(i * count, (i + 1) * count)
+        a, t, o = (torch.cat([r.flatten() for r in rs[kind]]) for rs in (found, theirs, oracle))
+        verdict = judge(name, a, t, o)
+        assert verdict.passed, str(verdict)
+    with torch.no_grad():
+        together(*lists, activation)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = together(*lists, activation)
+        graph.replay()
+        torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(recorded, found, strict=False))
+    assert all(
+        torch.equal(a, b) for a, b in zip(results(together, lists, activation), found, strict=True)
+    )
+
+
 @on_gpu
 @pytest.mark.gpu
 def test_one_launch_forward_and_two_backward_in_a_graph() -> None:

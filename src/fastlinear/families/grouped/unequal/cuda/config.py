@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -142,7 +143,7 @@ _ODD_ALONE = 0.4, 0.8  # the same alone, by 128 threads; derived as well
 _ODD_BLOCK = 4.0  # results of a tile of 128 x 128 alone, by 256 threads
 _SHARE_BYTES = 5e6  # of shares a microsecond, written and read again beside the products
 _ADDING = 1.0  # of blocks that add shares up
-_ADDING_LAUNCH = 2.0  # of a launch that adds shares up
+_ADDING_LAUNCH, _ADDING_PART = 2.0, 0.08  # of a launch that adds shares up, and by their number
 _SINGLE_FULL = 2.2  # float32: 64 of the depth of a tile of 64 x 64 on a full multiprocessor
 _SINGLE_DERIVED = 0.2  # the derivative of 64 rows of it on top
 _SINGLE_STEP = 0.3, 1.3  # 64 of the depth at least, and by the tile's area
@@ -187,29 +188,35 @@ def single_time(
 ) -> float:
     """Microseconds that a float32 product of these sizes is expected to take: the longest of what
     blocks compute, what they read and what memory moves, and behind that the sum of shares."""
-    tiles, parts = choice.tiles, [choice.parts(k) for _, _, k in sizes]
+    tiles = choice.tiles
+    assert isinstance(tiles, SingleTiles)
     area = tiles.rows * tiles.cols / (64 * 64)
     full = _SINGLE_FULL * area / tiles.rate
     full += _SINGLE_DERIVED * tiles.rows / 64 if derived else 0.0
     alone = _SINGLE_STEP[0] + _SINGLE_STEP[1] * area
-    counts = [tiles.count((size,)) * p for size, p in zip(sizes, parts, strict=True)]
-    beside = min(tiles.held(derived, False), max(1, -(-sum(counts) // units)))
+    groups = [
+        (size, alike, choice.parts(size[2]), tiles.count((size,)) * alike * choice.parts(size[2]))
+        for size, alike in Counter(sizes).items()
+    ]
+    all_blocks = sum(count for *_, count in groups)
+    beside = min(tiles.held(derived, False), max(1, -(-all_blocks // units)))
     step = max(alone, beside * full)
     blocks: dict[float, int] = {}  # how many take so long
     total = read = moved = shares = last = 0.0
-    for (m, n, k), split, count in zip(sizes, parts, counts, strict=True):
-        length = -(-_steps(k) // split)
+    for (m, n, k), alike, parts, count in groups:
+        length = min(-(-_steps(k) // parts), -(-k // tiles.words) * tiles.words / STEP)
         time = _SINGLE_BLOCK + length * step
         blocks[time] = blocks.get(time, 0) + count
         total += count * length * full
         last = max(last, _SINGLE_BLOCK + length * max(alone, full))
         of_a = m * k * (2 if derived else 1)
-        read += of_a * -(-n // tiles.cols) + n * k * -(-m // tiles.rows)
-        moved += of_a + n * k + m * n
-        shares += 2.0 * m * n * split if split > 1 else 0.0
+        read += alike * (of_a * -(-n // tiles.cols) + n * k * -(-m // tiles.rows))
+        moved += alike * (of_a + n * k + m * n)
+        shares += 2.0 * alike * m * n * parts if parts > 1 else 0.0
     scale, added = 4.0 * 132 / units, 4.0 * shares / _SHARE_BYTES
     if shares:
         added += _ADDING if mode == GRAD_WEIGHT else _ADDING_LAUNCH
+        added += _ADDING_PART * max(parts for _, _, parts, _ in groups)
     rounds = _rounds(blocks, units * beside, last)
     memory = scale * max(read / _SINGLE_READ, moved / _SINGLE_MOVED)
     return max(total / units, rounds, memory) + _FULLNESS * total / units + added

@@ -17,16 +17,6 @@ constexpr int STAGE = B_AT + TILE_N * LINE;  // numbers
 constexpr int PITCH = TILE_N + 4;            // of sums
 static_assert(STEP % WORDS == 0 && EACH_N % 4 == 0 && PART_K % 4 == 0, "whole pieces");
 
-struct Matrix {
-  const Number* from;
-  int rows, depth;
-  int pitch;  // numbers from a line to the next
-};
-
-__device__ __forceinline__ bool aligned(const Matrix& m) {
-  return (reinterpret_cast<u64>(m.from) | static_cast<u64>(m.pitch) * 4) % 16 == 0;
-}
-
 // The pieces of UNIT numbers of a tile that one thread copies: neighbours in memory by neighbouring
 // threads.
 template <bool TURNED, int TILE, int UNIT>
@@ -47,34 +37,59 @@ struct Pieces {
   }
 };
 
-template <bool TURNED, int TILE, int UNIT>
-__device__ __forceinline__ void copy_tile(u32 tile, const Matrix& m, int row0, int k0) {
-  const Pieces<TURNED, TILE, UNIT> pieces;
-  const int first = (TURNED ? row0 : k0) + pieces.col, line0 = TURNED ? k0 : row0;
-  const int left = (TURNED ? m.rows : m.depth) - first, lines = (TURNED ? m.depth : m.rows) - line0;
-  const Number* from = m.from + static_cast<u64>(line0 + pieces.line0) * m.pitch + first;
-#pragma unroll 4
-  for (int i = 0; i < pieces.EACH; ++i) {
-    if (!pieces.there(i)) continue;
-    const bool inside = pieces.line(i) < lines && left > 0;
-    copy_async<UNIT * 4>(tile + pieces.place(i) * 4,
-                         inside ? from + static_cast<u64>(i * pieces.APART) * m.pitch : m.from,
-                         inside ? min(left, UNIT) * 4 : 0);
-  }
-}
-
+// A tile's rows of a matrix (rows, depth), or (depth, rows) where TURNED, as one thread walks them
+// along the depth.
 template <bool TURNED, int TILE>
-__device__ __forceinline__ void fetch(u32 tile, const Matrix& m, bool wide, int row0, int k0) {
-  if (wide)
-    copy_tile<TURNED, TILE, 4>(tile, m, row0, k0);
-  else
-    copy_tile<TURNED, TILE, 1>(tile, m, row0, k0);
+struct Walk {
+  const Number* next;  // the thread's first piece
+  u64 apart, along;    // numbers to its next line, and to its next step
+  int rows, depth;     // left
+  bool wide;           // lines begin at 16 bytes
+
+  __device__ __forceinline__ Walk(u64 address, int rows, int depth, int pitch, int row0, int k0,
+                                  bool wide)
+      : apart(pitch), along(TURNED ? static_cast<u64>(pitch) * WORDS : WORDS), rows(rows - row0),
+        depth(depth - k0), wide(wide) {
+    const Pieces<TURNED, TILE, 4> four;
+    const Pieces<TURNED, TILE, 1> one;
+    const int line = (TURNED ? k0 : row0) + (wide ? four.line0 : one.line0);
+    next = at(address) + static_cast<u64>(line) * pitch + (TURNED ? row0 : k0) +
+           (wide ? four.col : one.col);
+    apart *= wide ? four.APART : one.APART;
+  }
+
+  template <int UNIT>
+  __device__ __forceinline__ void copy(u32 tile) const {
+    const Pieces<TURNED, TILE, UNIT> pieces;
+    const int left = (TURNED ? rows : depth) - pieces.col, lines = TURNED ? depth : rows;
+    const int bytes = max(0, min(left, UNIT)) * 4;
+    const Number* from = next;
+#pragma unroll 4
+    for (int i = 0; i < pieces.EACH; ++i, from += apart) {
+      if (pieces.there(i))
+        copy_async<UNIT * 4>(tile + pieces.place(i) * 4, from, pieces.line(i) < lines ? bytes : 0);
+    }
+  }
+
+  __device__ __forceinline__ void bring(u32 tile) {
+    if (wide)
+      copy<4>(tile);
+    else
+      copy<1>(tile);
+    next += along;
+    depth -= WORDS;
+  }
+};
+
+__device__ __forceinline__ bool aligned(u64 address, int pitch) {
+  return (address | static_cast<u64>(pitch) * 4) % 16 == 0;
 }
 
 // act' applied to those numbers of dy's tile that this thread has brought, which it sees first. They
 // are written to `out` as well, (depth, rows), where it is not null.
 template <int UNIT>
-__device__ __forceinline__ void derive(float* tile, const Matrix& m, int row0, int k0, Number* out) {
+__device__ __forceinline__ void derive(float* tile, int rows, int depth, int row0, int k0,
+                                       Number* out) {
   const Pieces<A_TURNED, TILE_M, UNIT> pieces;
 #pragma unroll
   for (int i = 0; i < pieces.EACH; ++i) {
@@ -84,8 +99,8 @@ __device__ __forceinline__ void derive(float* tile, const Matrix& m, int row0, i
 #pragma unroll
     for (int n = 0; n < UNIT; ++n) {
       at[n] = graded(at[n], at[SAVED_AT + n]);
-      if (MODE == 2 && WRITES && out && line < m.depth && col + n < m.rows)
-        out[static_cast<u64>(line) * m.rows + col + n] = at[n];
+      if (MODE == 2 && WRITES && out && line < depth && col + n < rows)
+        out[static_cast<u64>(line) * rows + col + n] = at[n];
     }
   }
 }
@@ -168,26 +183,28 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
   const int warp_k = warp / (WARPS_M * WARPS_N), row_w = warp / WARPS_N % WARPS_M * PART_M;
   const int col_w = warp % WARPS_N * PART_N, lane_m = lane / LANES_N, lane_n = lane % LANES_N;
 
-  const Matrix a = {at(groups.a[g]), rows, depth, PITCH_OF(a, A_TURNED ? rows : depth)};
-  const Matrix b = {at(groups.b[g]), cols, depth, PITCH_OF(b, B_TURNED ? cols : depth)};
-  const Matrix saved = {DERIVED ? at(groups.saved[g]) : a.from, rows, depth,
-                        A_TURNED ? rows : depth};
-  const bool wide_a = aligned(a) && (!DERIVED || aligned(saved)), wide_b = aligned(b);
   const int all = (depth + STEP - 1) / STEP, each = (all + parts - 1) / parts * STEP;
   const int from = min(depth, part * each), end = min(depth, from + each);
   const int steps = (end - from + WORDS - 1) / WORDS;
   Number* const out = MODE == 2 && WRITES && DERIVED && col0 == 0 ? to(groups.bias[g]) : nullptr;
   const bool summing = MODE == 2 && col0 == 0 && groups.more[g];
 
+  const int a_pitch = PITCH_OF(a, A_TURNED ? rows : depth), a_width = A_TURNED ? rows : depth;
+  const int b_pitch = PITCH_OF(b, B_TURNED ? cols : depth);
+  const bool wide =
+      aligned(groups.a[g], a_pitch) && (!DERIVED || aligned(groups.saved[g], a_width));
+  Walk<A_TURNED, TILE_M> a(groups.a[g], rows, depth, a_pitch, row0, from, wide);
+  Walk<A_TURNED, TILE_M> saved(groups.saved[g], rows, depth, a_width, row0, from, wide);
+  Walk<B_TURNED, TILE_N> b(groups.b[g], cols, depth, b_pitch, col0, from,
+                           aligned(groups.b[g], b_pitch));
   const u32 start = shared_address(memory);
   float* const stages = reinterpret_cast<float*>(memory);
   const auto bring = [&](int step) {
     if (step < steps) {
       const u32 stage = start + step % STAGES * STAGE * 4;
-      const int k0 = from + step * WORDS;
-      fetch<A_TURNED, TILE_M>(stage, a, wide_a, row0, k0);
-      if (DERIVED) fetch<A_TURNED, TILE_M>(stage + SAVED_AT * 4, saved, wide_a, row0, k0);
-      fetch<B_TURNED, TILE_N>(stage + B_AT * 4, b, wide_b, col0, k0);
+      a.bring(stage);
+      if (DERIVED) saved.bring(stage + SAVED_AT * 4);
+      b.bring(stage + B_AT * 4);
     }
     commit();
   };
@@ -201,10 +218,10 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
     float* const stage = stages + step % STAGES * STAGE;
     if (DERIVED) {
       const int k0 = from + step * WORDS;
-      if (wide_a)
-        derive<4>(stage, a, row0, k0, out);
+      if (wide)
+        derive<4>(stage, rows, depth, row0, k0, out);
       else
-        derive<1>(stage, a, row0, k0, out);
+        derive<1>(stage, rows, depth, row0, k0, out);
     }
     __syncthreads();
     bring(step + STAGES - 1);
@@ -214,7 +231,7 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
     const float* const a_tile = stage + row_w * (A_TURNED ? 1 : LINE);
     const float* const b_tile = stage + B_AT + col_w * (B_TURNED ? 1 : LINE);
     float part_of[EACH_M][EACH_N] = {};  // sums of sums: their error grows with fewer terms
-#pragma unroll
+#pragma unroll 2
     for (int w = 0; w < PART_K; w += 4) {
       float left[EACH_M][4], right[EACH_N][4];
       read<A_TURNED, TILE_M, LANES_M>(left, a_tile, lane_m, warp_k * PART_K + w);
