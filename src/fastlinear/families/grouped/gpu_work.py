@@ -25,6 +25,7 @@ from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, call, flags_of, host
 from fastlinear.families.grouped.problem import NAME, PIECES, STEP
 from fastlinear.families.grouped.triton import config
+from fastlinear.families.grouped.unequal.cuda import config as unequal
 from fastlinear.fastpath.autograd_node import node_work
 
 _LIBRARY = ("eager", "baddbmm", "loop", "conv")
@@ -90,12 +91,30 @@ def _products_us(p: Problem, backend: str, groups: int, m: int) -> tuple[float, 
         )
         if how is not None:
             return _one_pass_us(p, how, groups, m, rate), ("one pass",)
+    if p.family == "unequal_linear" and ours and p.dtype == "float32":
+        return _unequal_us(p, products, groups), ()
     tiles, at_once = OURS if ours else LIBRARY, 1 if alone else groups
     us = sum(  # ours split the sums over tokens
         tiled_us(*sizes, size, rate, tiles, at_once, alone or (ours and sizes[1] == m), every)
         for sizes in products
     )
     return us * (groups if alone else 1), ()
+
+
+def _unequal_us(p: Problem, products: tuple[tuple[int, int, int], ...], groups: int) -> float:
+    """Launches that each choose their tiles and parts by this time."""
+    modes = {
+        "forward": (unequal.FORWARD,),
+        "backward": (unequal.GRAD_INPUT, unequal.GRAD_WEIGHT),
+        STEP: (unequal.FORWARD, unequal.GRAD_INPUT, unequal.GRAD_WEIGHT),
+    }[p.piece]
+    us = 0.0
+    for mode, (rows, depth, columns) in zip(modes, products, strict=True):
+        sizes = ((rows, columns, depth),) * groups
+        derived = mode != unequal.FORWARD and p.option("activation") != "none"
+        chip = units(), mode, derived
+        us += unequal.single_time(unequal.single_choice_of(sizes, *chip), sizes, *chip)
+    return us
 
 
 def _strided(p: Problem) -> tuple[str, ...]:

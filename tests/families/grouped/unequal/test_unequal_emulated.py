@@ -18,6 +18,10 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.compare import judge
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.roofline import units
+from fastlinear.families.grouped.gpu_work import work
+from fastlinear.families.grouped.problem import STEP
 from fastlinear.families.grouped.unequal import autograd, spec
 from fastlinear.families.grouped.unequal.cuda import backend, compiled, launches
 from fastlinear.families.grouped.unequal.cuda.config import (
@@ -39,6 +43,7 @@ from fastlinear.families.grouped.unequal.cuda.config import (
     single_time,
 )
 from fastlinear.families.grouped.unequal.cuda.launches import Kind
+from fastlinear.families.grouped.unequal.problem import problem
 from fastlinear.fastpath import autograd_node, lookup
 from fastlinear.native import cuda_driver as driver
 
@@ -427,6 +432,23 @@ def test_float32_choice() -> None:
         best = single_choice_of(sizes, 132, FORWARD)
         times = [single_time(c, sizes, 132, FORWARD) for c in (best, Choice(SINGLE))]
         assert times[0] < times[1] / 1.5
+
+
+def test_float32_price_is_of_the_chosen_tiles() -> None:
+    for piece, needs_grad in (("forward", False), (STEP, True)):
+        told = [
+            next(w.units for w in made if w.kind.endswith("product"))
+            for rows in (10, 6400)
+            if (made := work(_problem_of(piece, rows, needs_grad), "together")) is not None
+        ]
+        sizes = ((1, 256, 512),) * 10
+        least = single_time(single_choice_of(sizes, units(), FORWARD), sizes, units(), FORWARD)
+        assert told[0] == pytest.approx(least) if piece == "forward" else told[0] > 2 * least
+        assert told[1] > 2 * told[0]
+
+
+def _problem_of(piece: str, rows: int, needs_grad: bool) -> Problem:
+    return problem(piece, rows, 10, 512, 256, dtype="float32", device="cuda", needs_grad=needs_grad)
 
 
 def test_choice() -> None:
