@@ -16,8 +16,8 @@ from fastlinear.families.grouped import layout as layouts
 from fastlinear.families.grouped import sign_mask
 from fastlinear.families.grouped.triton import backward as whole
 from fastlinear.families.grouped.triton import config as triton_config
+from fastlinear.families.grouped.triton import copies, tensors
 from fastlinear.families.grouped.triton import forward as products
-from fastlinear.families.grouped.triton import tensors
 from tests.families.triton_offline import FLOATS, Recorded, assert_fits, dumped, recorder
 
 DTYPES = {name: dtype for dtype, name in FLOATS.items()}
@@ -29,10 +29,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     made: list[Recorded] = []
     for name in ("Launch", "EarlyLaunch"):
         monkeypatch.setattr(products, name, recorder(made))
-    monkeypatch.setattr(whole, "Launch", recorder(made))
+    for module in (whole, copies):
+        monkeypatch.setattr(module, "Launch", recorder(made))
     monkeypatch.setattr(tensors, "units_of", lambda device: 132)
     products._plans.clear()
     whole._plans.clear()
+    copies._plans.clear()
     return made
 
 
@@ -255,3 +257,16 @@ def test_reason_not(change: dict[str, Any], words: str | None) -> None:
     }
     reason = triton_config.reason_not(**(call | change))
     assert (reason is None) if words is None else (reason is not None and words in reason)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("order", layouts.ORDERS)
+def test_copies(order: str, dtype: str, arch: int, launches: list[Recorded]) -> None:
+    like = torch.empty(0, dtype=DTYPES[dtype], device="meta")
+    t = layouts.empty((64, 12, 8, 333), order, like, like.dtype)
+    out = layouts.empty((64, 12, 8, 336), "groups", like, like.dtype)
+    copies.copy_tokens(t, out)
+    for launch in launches:
+        fitting(launch, arch)
+    assert [launch.name for launch in launches] == ["_copy_tokens_kernel"]

@@ -32,6 +32,7 @@ from tests.families.interpreted import (
 
 if INTERPRETED or ON_GPU:
     from fastlinear.families.grouped.triton import backward as whole
+    from fastlinear.families.grouped.triton import copies
     from fastlinear.families.grouped.triton import forward as backend
     from fastlinear.families.grouped.triton import tensors as triton_tensors
 
@@ -343,3 +344,21 @@ def test_nothing_to_do() -> None:
     ]
     assert grads[1] is not None
     assert not grads[1].any()
+
+
+@compares
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 37, 3, 33, 48), (5, 3, 2, 300, 304)])
+@pytest.mark.parametrize("orders", list(itertools.product(layouts.ORDERS, layouts.ORDERS)))
+def test_tokens_are_copied_with_zeros_behind(
+    orders: tuple[str, str], sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    batch, length, groups, d, e = sizes
+    like = torch.empty(0, dtype=dtype, device=DEVICE)
+    for step in (1, 2):
+        t = layouts.empty((batch, length, groups, d * step), orders[0], like, dtype)[..., ::step]
+        t.copy_(torch.randn(t.shape))
+        out = layouts.empty((batch, length, groups, e), orders[1], like, dtype).fill_(float("nan"))
+        copies.copy_tokens(t, out)
+        assert torch.equal(out[..., :d], t)
+        assert not out[..., d:].any()

@@ -36,7 +36,16 @@ from fastlinear.families.grouped.cuda import (
     weight_stationary,
     wide_backward,
 )
-from fastlinear.families.grouped.problem import NAME, PIECES, SPACE, STEP, problem, tokens_of
+from fastlinear.families.grouped.problem import (
+    MULTIPLE,
+    NAME,
+    PIECES,
+    SPACE,
+    STEP,
+    lies_well,
+    problem,
+    tokens_of,
+)
 from fastlinear.families.grouped.triton import config
 from fastlinear.families.linear import batch_invariant as layers
 from fastlinear.kernels import CPP_SOURCES, CUDA_SOURCES, TRITON_SOURCES
@@ -46,6 +55,7 @@ __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 _TOKENS_ONE_BY_ONE = 768
 _HERE = "fastlinear.families.grouped"
 _LAYOUT = tuple(f"families/grouped/{name}.py" for name in ("layout", "sign_mask", "reference"))
+_LARGEST_COPY = 1 << 29
 _TRITON_SOURCES = ("families/grouped/triton", *TRITON_SOURCES, *_LAYOUT)
 _CPP_SOURCES = ("families/grouped/cpu", *CPP_SOURCES, *_LAYOUT)
 _CUDA_SOURCES = ("families/grouped/cuda", *CUDA_SOURCES, *_TRITON_SOURCES)
@@ -77,6 +87,21 @@ def _reason_not_wide(p: Problem) -> str | None:
         return "serves dense tensors, tokens first"
     if not config.fits(p.dim("K"), p.dim("N")):
         return "serves K in multiples of 64 and N of 128, from 128 on"
+    return None
+
+
+def _reason_not_padded(p: Problem) -> str | None:
+    if (why := why_no_gpu(p)) is not None:
+        return why
+    if p.dtype == "float64":
+        return "float64 is left to PyTorch's own ops"
+    if lies_well(p):
+        return f"K is a multiple of {MULTIPLE} already, and tokens and weights lie well"
+    m, groups, k, n = (p.dim(name) for name in ("M", "G", "K", "N"))
+    if min(m, groups, k, n) < 1:
+        return "nothing is to be computed"
+    if groups * max(m * k, m * n, k * n) > _LARGEST_COPY:
+        return f"its copies would take more than {_LARGEST_COPY} numbers"
     return None
 
 
@@ -222,6 +247,13 @@ FAMILY = register_family(
                 f"{_HERE}.triton.backward:backward",
                 _reason_not_triton,
                 _TRITON_SOURCES,
+            ),
+            *(
+                Backend(
+                    *(NAME, piece, "padded", f"{_HERE}.padded:{piece}", _reason_not_padded),
+                    (*_TRITON_SOURCES, *_CUDA_SOURCES),
+                )
+                for piece in PIECES
             ),
             Backend(
                 *(

@@ -23,7 +23,7 @@ from fastlinear.dispatch.roofline import (
 )
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, call, flags_of, host
-from fastlinear.families.grouped.problem import NAME, PIECES, STEP
+from fastlinear.families.grouped.problem import NAME, PIECES, STEP, inner_order, padded_size
 from fastlinear.families.grouped.triton import config
 from fastlinear.families.grouped.unequal.cuda import config as unequal
 from fastlinear.fastpath.autograd_node import node_work
@@ -31,7 +31,7 @@ from fastlinear.fastpath.autograd_node import node_work
 _LIBRARY = ("eager", "baddbmm", "loop", "conv")
 _TRITON = ("triton", "together")
 _ONE_PASS_SHARE, _TILE_US = 0.5, 0.3  # of the rate of products; of a tile, besides
-_KNOWN = (*_LIBRARY, *_TRITON, "weight_stationary", "packed_groups", "wide")
+_KNOWN = (*_LIBRARY, *_TRITON, "weight_stationary", "packed_groups", "wide", "padded")
 
 
 def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
@@ -44,12 +44,35 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if backend not in _KNOWN:
         return None
     sliced = p.family == "ragged_linear" and backend == "eager"
-    made = _one_by_one(p) if sliced else _device(p, backend)
+    if backend == "padded":
+        made = _padded(p)
+    else:
+        made = _one_by_one(p) if sliced else _device(p, backend)
     if p.piece == STEP and backend != "eager":
         name = f"{p.family} {backend}"  # lists of groups are walked by Python
         listed = (host(f"{name} group", p.dim("G")),) if backend == "together" else ()
         return (host(name), *listed, *made)
     return (*hosts(p, backend, made), *made)
+
+
+def _padded(p: Problem) -> tuple[Work, ...]:
+    """Copies, and the products of tokens and weights that lie well."""
+    groups, m, k, n = (max(1, p.dim(name)) for name in ("G", "M", "K", "N"))
+    order, wide = p.option("order"), padded_size(k)
+    lies = {"order": inner_order(order), "x": "dense", "w": "dense"}
+    options = tuple((name, lies.get(name, value)) for name, value in p.options)
+    dims = tuple((name, wide if name == "K" else size) for name, size in p.dims if name != "L")
+    inner = replace(p, options=options, dims=dims)
+    forward, turned = p.piece == "forward", order == "channels"
+    x = turned or p.option("x") != "dense" or k != wide
+    w = p.option("w") != "dense" or k != wide
+    dx, outputs = (k != wide or turned) and not forward, 1 if forward and not p.needs_grad else 2
+    dw = k != wide and not forward
+    numbers = groups * (m * wide * (x + dx) + wide * n * (w + dw) + m * n * outputs * turned)
+    kind = f"{NAME} padded {p.piece}"
+    sizes = {"numbers": numbers, "k": k}
+    copies = Work(f"{kind} copies", bytes_us(p, 2 * numbers), sizes, flags_of(p, "order", "x", "w"))
+    return (*_device(inner, "padded"), call(f"{kind} copy", x + w + dx + dw + 2 * turned), copies)
 
 
 def _alone(p: Problem, backend: str) -> bool:

@@ -9,6 +9,7 @@ from fastlinear.dispatch.space import Space
 NAME = "grouped_linear"
 PIECES = ("forward", "backward")
 STEP = "step"
+MULTIPLE = 16  # numbers: Triton knows then that rows begin at 16 bytes
 
 
 def problem(
@@ -84,3 +85,19 @@ SIZES = tuple(size[:4] for size in SPACE.sizes)
 def bits(number: int) -> str:
     """``"32"`` or ``"64"``: how wide a signed integer must be to hold it."""
     return "64" if number >= 1 << 31 else "32"
+
+
+def lies_well(p: Problem) -> bool:
+    """Whether backend ``padded`` would copy nothing."""
+    dense = p.option("x") == "dense" and p.option("w") == "dense"
+    return dense and p.option("order") != "channels" and p.dim("K") % MULTIPLE == 0
+
+
+def padded_size(k: int) -> int:
+    """Features of a row that it copies."""
+    return -(-k // MULTIPLE) * MULTIPLE
+
+
+def inner_order(order: str) -> str:
+    """How the tokens lie that it multiplies."""
+    return "groups" if order == "channels" else order

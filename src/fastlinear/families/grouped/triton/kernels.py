@@ -234,3 +234,43 @@ def _streaming_kernel(
         tl.store(pre_ptr + first + y_offs, acc.to(pre_ptr.dtype.element_ty), mask=y_mask)
     acc = activation(acc, ACTIVATION, MATH)
     tl.store(y_ptr + first + y_offs, acc.to(y_ptr.dtype.element_ty), mask=y_mask)
+
+
+@triton.jit
+def _copy_tokens_kernel(
+    t_ptr,
+    out_ptr,
+    L,
+    G,
+    D,
+    E,
+    stride_tb,
+    stride_tl,
+    stride_tg,
+    stride_td,
+    stride_ob,
+    stride_ol,
+    stride_og,
+    stride_oe,
+    BLOCK_L: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """One program moves a tile of (L, D) of one batch and group, zeros from column D on."""
+    across = tl.cdiv(E, BLOCK_E)
+    down = tl.cdiv(L, BLOCK_L)
+    program = tl.program_id(0)
+    rest = program // across
+    e = program % across * BLOCK_E + tl.arange(0, BLOCK_E)
+    tokens = rest % down * BLOCK_L + tl.arange(0, BLOCK_L)
+    group = (rest // down % G).to(tl.int64)
+    batch = (rest // down // G).to(tl.int64)
+    rows = tokens.to(tl.int64)[:, None]
+    columns = e.to(tl.int64)[None, :]
+    inside = (tokens < L)[:, None]
+    t_ptr += batch * stride_tb + group * stride_tg
+    out_ptr += batch * stride_ob + group * stride_og
+    read = t_ptr + rows * stride_tl + columns * stride_td
+    value = tl.load(read, mask=inside & (e < D)[None, :], other=0.0)
+    tl.store(
+        out_ptr + rows * stride_ol + columns * stride_oe, value, mask=inside & (e < E)[None, :]
+    )
