@@ -18,14 +18,14 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 
 
 def test_the_model_of_time_chooses_what_was_fastest() -> None:
-    """Of the configurations that were timed for each of 391 drawn products."""
+    """Of the configurations that were timed for each of 367 drawn products."""
     kind = experiment.KIND
     rows = read(kind, ROOT / "results/nvidia-h200/linear-products.jsonl.gz")["bfloat16"]
     served = [row for row in rows if kind.serves(row.problem, row.config)]
     found = regrets(served, np.array([kind.microseconds(r.problem, r.config) for r in served]))
-    assert len(found) > 380
+    assert len(found) > 360
     assert mean(found) < 1.06
-    assert mean(regrets(served, np.ones(len(served)))) > 1.2
+    assert mean(regrets(served, np.ones(len(served)))) > 1.15
 
 
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER])

@@ -89,6 +89,34 @@ def test_forward(
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("dtype", "K", "N"), [(torch.bfloat16, 1000, 2008), (torch.float32, 1004, 20)]
+)
+@pytest.mark.parametrize("piece", ["forward", "grad_input", "grad_weight"])
+def test_rows_of_whole_loads_are_loaded_at_once(
+    piece: str,
+    dtype: torch.dtype,
+    K: int,
+    N: int,
+    arch: int,
+    launches: list[Recorded],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also those of 8 numbers in 16 bits, and of 4 in float32: Triton knows 16 alone."""
+    monkeypatch.setattr(triton_product, "capability_of", lambda device: ARCHS[arch])
+    config = gemm_config.GemmConfig("pointer", 64, 32, 32, 4, 3)
+    x, w, dpre = (meta(*s, dtype=dtype) for s in ((333, K), (N, K), (333, N)))
+    if piece == "forward":
+        backend.forward(x, w, None, "none", False, config=config)
+    else:
+        getattr(backend, piece)(dpre, w if piece == "grad_input" else x, config=config)
+    ptx = launches[0].compile(arch).asm["ptx"]
+    loads = [line for line in ptx.splitlines() if "cp.async.c" in line and "shared.global" in line]
+    assert loads
+    assert all("0x10" in line for line in loads)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("M", [64, 512, 8192])
 def test_forward_of_a_weight_stored_the_other_way(
     M: int,

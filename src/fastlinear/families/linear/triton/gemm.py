@@ -49,6 +49,12 @@ def _gemm_pointer_kernel(
     GROUP_R: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
+    ROWS_BY: tl.constexpr = 1,
+    COLS_BY: tl.constexpr = 1,
+    DEPTH_BY: tl.constexpr = 1,
+    STRIDES_BY: tl.constexpr = 1,
+    A_ALONG: tl.constexpr = True,
+    B_ALONG: tl.constexpr = True,
 ):
     """One program computes one tile over one slice of DEPTH, from operands of any strides.
 
@@ -56,8 +62,22 @@ def _gemm_pointer_kernel(
     [s * split_depth, (s + 1) * split_depth) and writes rows [s * ROWS, (s + 1) * ROWS) of out, so
     with several slices out is a float32 workspace (slices * ROWS, COLS). ``bias_ptr`` (COLS,) and
     ``pre_ptr`` (like out) may be None. EVEN_DEPTH: every slice is a multiple of BLOCK_D.
-    UPCAST multiplies in float32 (the CPU interpreter has no bfloat16).
+    UPCAST multiplies in float32 (the CPU interpreter has no bfloat16). Sizes, and the strides that
+    are not one, come divided by ``…_BY``: Triton knows by itself only what 16 divides. ``…_ALONG``:
+    the depth has the stride of one.
     """
+    ROWS *= ROWS_BY
+    COLS *= COLS_BY
+    DEPTH *= DEPTH_BY
+    if A_ALONG:
+        a_row_stride *= STRIDES_BY
+    else:
+        a_depth_stride *= STRIDES_BY
+    if B_ALONG:
+        b_col_stride *= STRIDES_BY
+    else:
+        b_depth_stride *= STRIDES_BY
+    out_row_stride *= COLS_BY
     row_tiles = tl.cdiv(ROWS, BLOCK_R)
     col_tiles = tl.cdiv(COLS, BLOCK_C)
     r0, c0 = _tile_origin(tl.program_id(0), row_tiles, col_tiles, BLOCK_R, BLOCK_C, GROUP_R)

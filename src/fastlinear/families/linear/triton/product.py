@@ -92,12 +92,18 @@ class Product:
             )
         else:
             even = depth % d == 0
+            by = _divisor(a, b)
+            sizes = rows, cols, depth
+            by_size = [by if size % by == 0 else 1 for size in sizes]
+            told = [size // n for size, n in zip(sizes, by_size, strict=True)]
+            strides = [s if s == 1 else s // by for s in (*a.stride(), *b.stride())]
             self._launch = Launch(
                 _gemm_pointer_kernel,
                 (tiles, splits),
                 (
-                    *(rows, cols, depth, *a.stride(), *b.stride(), cols, split_depth),
-                    *(*choices, config.group_r, even, interpreted),
+                    *(*told, *strides, told[1], split_depth),
+                    *(*choices, config.group_r, even, interpreted, *by_size, by),
+                    *(a.stride(1) == 1, b.stride(0) == 1),
                 ),
                 a.device,
                 warps=config.warps,
@@ -247,14 +253,25 @@ def aligned_operands(a: Tensor, b: Tensor) -> bool:
 
 
 def wide_operands(a: Tensor, b: Tensor) -> tuple[bool, bool]:
-    """Of each operand, whether Triton knows that its rows, or columns, begin at 16 bytes: they lie
-    a multiple of 16 numbers apart."""
+    """Of each operand, whether rows, or columns, begin at 16 bytes, all of which is loaded at
+    once."""
+    if aligned_operands(a, b):
+        return True, True
     return _wide(a), _wide(b)
 
 
 def _wide(t: Tensor) -> bool:
     inner, outer = sorted(t.stride())
     return inner == 1 and outer % 16 == 0 and t.data_ptr() % 16 == 0
+
+
+def _divisor(a: Tensor, b: Tensor) -> int:
+    """What Triton is to be told that it divides strides, and sizes: numbers in 16 bytes, where 16
+    numbers, of which it knows, do not divide them; else 1."""
+    if not aligned_operands(a, b):
+        return 1
+    known = all(stride == 1 or stride % 16 == 0 for stride in (*a.stride(), *b.stride()))
+    return 1 if known else 16 // a.element_size()
 
 
 def _aligned(t: Tensor) -> bool:

@@ -83,8 +83,7 @@ def config_for(
         capability: of the device.
         aligned: whether both operands and the result have one unit stride and the other a multiple
             of 16 bytes, as tensor descriptors need.
-        wide: of each operand, whether rows begin at multiples of 16 numbers: Triton then loads 16
-            bytes at once.
+        wide: of each operand, whether 16 bytes are loaded at once.
         one_order: only configurations that add up a row's products in one order.
     """
     units = UNITS.get(capability[0] * 10 + capability[1], UNITS[80])
