@@ -7,12 +7,19 @@ compiled kernels on disk, so a second run is quick.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from fastlinear.families.linear.triton import backend, gemm_config, product_config, single_config
+from fastlinear.families.linear.triton import (
+    backend,
+    backward_config,
+    gemm_config,
+    product_config,
+    single_config,
+)
 from fastlinear.families.linear.triton import backward as whole
 from fastlinear.families.linear.triton import config as triton_config
 from fastlinear.families.linear.triton import product as triton_product
@@ -38,9 +45,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     return made
 
 
-def assert_fits(compiled: Any, arch: int) -> None:
-    """No stack frame, no local memory, and shared memory within the architecture's limit."""
-    used = triton_offline.assert_fits(compiled, gemm_config._SHARED_BYTES[arch])
+def assert_fits(compiled: Any, arch: int, frame: int = 0) -> None:
+    """At most so large a stack frame, no local memory, and shared memory within the architecture's
+    limit."""
+    used = triton_offline.assert_fits(compiled, gemm_config._SHARED_BYTES[arch], frame)
     assert used.registers <= 255
     assert "local.u32" not in compiled.asm["ptx"]
 
@@ -213,27 +221,26 @@ def test_whole_backward(dtype: torch.dtype, M: int, arch: int, launches: list[Re
         assert_fits(launch.compile(arch), arch)
 
 
-@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize(("arch", "M"), [(80, 32), (90, 16), (90, 128), (90, 520), (100, 520)])
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_whole_backward_in_tiles(
-    dtype: torch.dtype, activation: str, arch: int, launches: list[Recorded]
+def test_whole_backward_in_every_configuration(
+    dtype: torch.dtype, activation: str, M: int, arch: int, launches: list[Recorded]
 ) -> None:
-    """Every configuration that may be chosen, with the activations it may be chosen for."""
-    known = triton_config._TILES_32 if dtype is torch.float32 else triton_config._TILES_16
-    expected = 0
-    for config in known:
-        if config.dpre_first or activation in triton_config._CHEAP:
-            for size in (512, 520) if config.only_aligned else (512, 520, 503):
-                kn = 512 if size == 520 else size
-                dy, saved = meta(size, kn, dtype=dtype), meta(size, kn, dtype=dtype)
-                x, weight = meta(size, kn, dtype=dtype), meta(kn, kn, dtype=dtype)
+    """Every one that may be chosen for so many rows, with dpre formed as it goes if it can."""
+    for width in (512, 503):
+        given = M, width, dtype, activation, (width == 512,) * 2
+        for config in backward_config.BLOCKS[dtype.itemsize]:
+            early = not backward_config.fits(config, *given)
+            config = replace(config, dpre_first=early and activation != "none")
+            if backward_config.fits(config, *given):
+                dy, saved = meta(M, width, dtype=dtype), meta(M, width, dtype=dtype)
+                x, weight = meta(M, width, dtype=dtype), meta(width, width, dtype=dtype)
                 whole.backward(dy, saved, x, weight, activation, (True, True, True), config=config)
-                expected += 1
-    tiles = [launch for launch in launches if launch.name == "_tiles_backward_kernel"]
-    assert len(tiles) == expected >= 2
-    for launch in tiles:
-        assert_fits(launch.compile(arch), arch)
+    made = [launch for launch in launches if "backward_kernel" in launch.name]
+    assert len(made) >= 4
+    for launch in made:
+        assert_fits(launch.compile(arch), arch, frame=16)
 
 
 @pytest.mark.parametrize("M", [4, 64, 512])

@@ -24,7 +24,12 @@ from fastlinear.dispatch.work import Work, call
 from fastlinear.families.linear import padded_problem
 from fastlinear.families.linear.cuda import few_rows_config
 from fastlinear.families.linear.problem import BACKWARD_PIECES, NAME, PIECES, STEP, WHOLE_BACKWARD
-from fastlinear.families.linear.triton import config, product_config, single_config
+from fastlinear.families.linear.triton import (
+    backward_config,
+    config,
+    product_config,
+    single_config,
+)
 from fastlinear.fastpath.autograd_node import node_work
 
 _TILES: dict[str, Tiles] = {
@@ -73,18 +78,13 @@ def _part(p: Problem, piece: str, backend: str) -> tuple[Work, ...]:
 
 def _in_one_launch(p: Problem) -> tuple[Work, ...]:
     m, k, n = _sizes(p)
-    x, w = _layouts(p)
     name = f"{NAME} triton {p.piece}"
-    aligned = (k | n) % 16 == 0
-    how = config.backward_config_for(m, k, n, _dtype(p), p.option("activation"), aligned)
-    if isinstance(how, config.TilesConfig):
-        sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
-        flags = (f"tile:{how.dx_m}x{how.dx_k}", *(() if aligned else ("rows apart",)))
-        product = Work(f"{name} tiles product", how.microseconds(m, k, n), sizes, flags)
-        return call(f"{name} tiles"), product
-    dx = tiled(name, p, m, n, k, "n" + ("n" if w == "t" else "t"), tiles=OURS, triton=True)
-    dw = tiled(f"{name} weight", p, n, m, k, "t" + ("n" if x == "n" else "t"), tiles=OURS)
-    return (*dx, dw[1])
+    given = m, k, n, _dtype(p), p.option("activation"), (k % 16 == 0, n % 16 == 0)
+    how = backward_config.config_for(*given)
+    us = backward_config.microseconds(how, *given, units())
+    sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
+    product = Work(f"{name} product", us - backward_config.start_us(how, given[3]), sizes)
+    return call(name), product
 
 
 def inner(p: Problem, backend: str) -> tuple[Work, ...]:

@@ -12,11 +12,8 @@ import torch
 
 from fastlinear.families.linear import reference
 from fastlinear.families.linear.triton import backend as products
-from fastlinear.families.linear.triton.config import (
-    BackwardConfig,
-    TilesConfig,
-    backward_config_for,
-)
+from fastlinear.families.linear.triton.backward_config import Config, config_for
+from fastlinear.families.linear.triton.config import TF32X3_MIN_ROWS, TilesConfig
 from fastlinear.families.linear.triton.few_rows import _backward_kernel, _few_rows_backward_kernel
 from fastlinear.families.linear.triton.gemm import _sum_slices_kernel
 from fastlinear.families.linear.triton.product import dot_precision, math_of
@@ -27,7 +24,6 @@ __all__ = ["backward"]
 
 Tensor = torch.Tensor
 _MAX_PLANS = 4096
-_TF32X3_MIN_ROWS = 32  # of float32: from there three TF32 products are as exact as torch's own dW
 
 _plans: dict[Any, Any] = {}
 
@@ -40,7 +36,7 @@ def backward(
     activation: str,
     needs: tuple[bool, bool, bool],
     *,
-    config: BackwardConfig | TilesConfig | None = None,
+    config: Config | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dW, db) of y = act(x Wᵀ + b) in one launch, or two where N is cut into slices for dx.
 
@@ -52,7 +48,7 @@ def backward(
         weight: (N, K) of any strides, dtype of dy; may be None where dx is not needed.
         activation: name of the activation.
         needs: which of dx, dW and db are wanted.
-        config: launch configuration; None picks ``backward_config_for``.
+        config: launch configuration; None picks ``backward_config.config_for``.
 
     Returns:
         dx (M, K), dW (N, K) and db (N,) in dy's dtype, contiguous; None where not wanted. Products
@@ -67,7 +63,8 @@ def backward(
     if not M * N * K:
         return reference.backward(dy, saved, x, weight, activation, needs)
     if config is None:
-        config = backward_config_for(M, K, N, dy.dtype, activation, _aligned(dy, x, weight))
+        wide = _wide(x, weight), _wide(dy, saved)
+        config = config_for(M, K, N, dy.dtype, activation, wide)
     if config.dpre_first and saved is not None:
         dpre, db = products.grad_pre(dy, saved, activation, needs[2])
         if not any(needs[:2]):
@@ -87,7 +84,7 @@ def backward(
     )
 
 
-def _aligned(*operands: Tensor | None) -> bool:
+def _wide(*operands: Tensor | None) -> bool:
     """Whether each has one unit stride, and rows of whole multiples of 16 elements."""
     return all(min(t.stride()) == 1 and not max(t.stride()) % 16 for t in operands if t is not None)
 
@@ -99,7 +96,7 @@ def _plan(
     weight: Tensor | None,
     activation: str,
     needs: tuple[bool, bool, bool],
-    config: BackwardConfig | TilesConfig,
+    config: Config,
 ) -> _Backward:
     key = (
         dy.shape,
@@ -136,7 +133,7 @@ class _Backward:
         weight: Tensor | None,
         activation: str,
         needs: tuple[bool, bool, bool],
-        config: BackwardConfig | TilesConfig,
+        config: Config,
     ) -> None:
         M, N = dy.shape
         like = x if weight is None else weight
@@ -148,7 +145,7 @@ class _Backward:
             *((0, 0) if weight is None else weight.stride()),
         )
         how = (activation, math_of(dy.dtype))
-        precisions = (dot_precision(N), "tf32x3" if M >= _TF32X3_MIN_ROWS else "ieee")
+        precisions = (dot_precision(N), "tf32x3" if M >= TF32X3_MIN_ROWS else "ieee")
         interpreted = dy.device.type == "cpu"
         slices = 1
         if isinstance(config, TilesConfig):

@@ -12,6 +12,7 @@ import torch
 
 from fastlinear.core.device import device_facts
 from fastlinear.families.linear.triton import product_config, single_config
+from fastlinear.families.linear.triton.config import TF32X3_MIN_DEPTH
 from fastlinear.families.linear.triton.elementwise import _turn_kernel
 from fastlinear.families.linear.triton.gemm import (
     _gemm_pointer_kernel,
@@ -34,7 +35,6 @@ _ONE = {
 _INTERPRETED_UNITS = 3  # persistent programs under the CPU interpreter: each walks several tiles
 _SPLIT_BYTES_LIMIT = 1 << 28  # largest float32 workspace of a split product
 _TURNED_BYTES_LIMIT = 1 << 30  # of copies that lie where tensor cores can take them
-_TF32X3_MIN_DEPTH = 128
 _TURN_BLOCK = 64
 
 
@@ -302,4 +302,4 @@ def dot_precision(depth: int) -> str:
     the operands, which costs more than twice the error of cuBLAS's rounded ones (5.8e-4 against
     2.2e-4).
     """
-    return "tf32x3" if depth >= _TF32X3_MIN_DEPTH else "ieee"
+    return "tf32x3" if depth >= TF32X3_MIN_DEPTH else "ieee"
