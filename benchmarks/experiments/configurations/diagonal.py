@@ -1,9 +1,10 @@
-"""Triton's kernels of diagonal_linear: its forward, and the sweep of its backward."""
+"""Triton's sweep of diagonal_linear's backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import lru_cache
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -19,8 +20,8 @@ from benchmarks.experiments.configurations.kind import (
     turns,
     width,
 )
-from fastlinear.families.diagonal.triton import backend, choices
-from fastlinear.families.diagonal.triton.config import DiagonalConfig, config_for, one_launch
+from fastlinear.families.diagonal.triton import backend, backward_config
+from fastlinear.families.diagonal.triton.config import DiagonalConfig
 
 _MOST_ROWS, _MOST_NUMBERS = 1 << 17, 1 << 26
 _ACTIVATIONS = ("none", "relu", "silu", "gelu")
@@ -31,49 +32,51 @@ def _draw(draw: Random) -> Problem | None:
     m, k = log_uniform(draw, _MOST_ROWS), width(draw)
     if m * k > _MOST_NUMBERS:
         return None
-    piece, activation = draw.choice(("forward", "backward")), draw.choice(_ACTIVATIONS)
-    return {"piece": piece, "M": m, "K": k, "dtype": name_of(dtype), "activation": activation}
+    return {"M": m, "K": k, "dtype": name_of(dtype), "activation": draw.choice(_ACTIVATIONS)}
 
 
-def _call(p: Problem) -> tuple[str, int, int, int, str]:
-    return p["piece"], p["M"], p["K"], dtype_of(p).itemsize, p["activation"]
+def _call(p: Problem) -> tuple[int, int, int, str]:
+    return p["M"], p["K"], dtype_of(p).itemsize, p["activation"]
 
 
-def _chosen(p: Problem) -> DiagonalConfig:
-    found = config_for(*_call(p))
-    made = one_launch(p["M"], p["K"], found) if p["piece"] == "backward" else None
-    return found if made is None else replace(found, block_k=made.block_k, whole=True)
+@lru_cache
+def _blocks() -> tuple[DiagonalConfig, ...]:
+    """Many more than calls choose from."""
+    columns, numbers = (32, 64, 128, 256, 512, 1024), (512, 1024, 2048, 4096, 8192)
+    warps = 1, 2, 4, 8
+    strips = product(columns, numbers, warps, (1, 3, 4, 5), (1, 2, 4, 8), ("first", "last"))
+    whole = product((16, *columns), numbers, warps, (1, 2, 3), (0,), ("last",), (True,))
+    found = [*(DiagonalConfig(*c) for c in strips), *(DiagonalConfig(*c) for c in whole)]
+    held = ((c, c.numbers // (32 * c.warps)) for c in found)
+    most = {1: 32}  # numbers of a thread; more that are on their way spill
+    held = ((c, each) for c, each in held if 4 <= each <= most.get(c.stages, 16))
+    return tuple(c for c, _ in held if c.numbers >= c.block_k)
 
 
 def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
     m, k, dtype = p["M"], p["K"], dtype_of(p)
-    wide = (m, k), (m, k)  # x, then what is added or dy
     count = turns(2 * m * k, dtype)
-    return [tuple(normal(place, dtype, *s) for s in (*wide, (k,), (k,))) for _ in range(count)]
+    shapes = (m, k), (m, k), (k,), (k,)
+    return [tuple(normal(place, dtype, *s) for s in shapes) for _ in range(count)]
 
 
 def _run(p: Problem, c: DiagonalConfig) -> Callable[..., Any]:
-    activation = p["activation"]
-
-    def forward(x: Any, _: Any, weight: Any, bias: Any) -> Any:
-        return backend.forward(x, weight, bias, activation, None, None, config=c)
-
     def backward(x: Any, dy: Any, weight: Any, bias: Any) -> Any:
         needs = True, True, True
-        return backend.backward(dy, x, weight, bias, activation, needs, config=c)
+        return backend.backward(dy, x, weight, bias, p["activation"], needs, config=c)
 
-    return forward if p["piece"] == "forward" else backward
+    return backward
 
 
 KIND = Kind(
     draw=_draw,
-    chosen=_chosen,
-    candidates=lambda p: choices.candidates(p["piece"], p["M"], p["K"]),
-    microseconds=lambda p, c: choices.microseconds(c, *_call(p)),
+    chosen=lambda p: backward_config.config_for(*_call(p)),
+    candidates=lambda p: list(backward_config.candidates(p["M"], p["K"], _blocks())),
+    microseconds=lambda p, c: backward_config.microseconds(c, *_call(p)),
     inputs=_inputs,
     run=_run,
-    terms=lambda p, c: choices.terms(c, *_call(p)),
+    terms=lambda p, c: backward_config.terms(c, *_call(p)),
     config=lambda _, fields: DiagonalConfig(**fields),
-    group=lambda p: f"{p['piece']} {p['dtype']}",
+    group=lambda p: p["dtype"],
     plans=backend._plans,
 )

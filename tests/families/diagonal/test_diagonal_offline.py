@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fastlinear.families.diagonal.triton import backend
+from fastlinear.families.diagonal.triton import backend, backward_config
 from fastlinear.families.diagonal.triton import config as triton_config
 from tests.families.triton_offline import Recorded, dumped, recorder, usage
 
@@ -102,9 +102,9 @@ def test_an_odd_number_of_numbers_is_as_well(m: int, k: int, launches: list[Reco
 @pytest.mark.parametrize("m", [1, 7, 33, 4099, 30000, 32768])
 def test_every_number_has_its_tape(m: int, k: int) -> None:
     """Tiles cover what there is, and where a cut calls itself even, exactly that."""
-    for piece in ("forward", "backward"):
+    strips = [c for c in backward_config.BLOCKS if not c.whole]
+    for config in (triton_config.forward_config(m, k, 2), *strips):
         for dense in (True, False):
-            config = triton_config.config_for(piece, m, k, 2)
             c = triton_config.cut(m, k, dense, 132, config)
             assert (c.rows - 1) * c.width + c.last == m * k
             assert 0 < c.last <= c.width
@@ -115,15 +115,32 @@ def test_every_number_has_its_tape(m: int, k: int) -> None:
             assert 1 <= c.strips <= -(-c.rows // c.block_m)
             whole = c.blocks * c.block_k == c.width == c.last and c.rows % c.block_m == 0
             assert c.even == whole
-    whole_sums = triton_config.one_launch(m, k, triton_config.config_for("backward", m, k, 2))
-    if whole_sums is not None:
+    for config in (c for c in backward_config.BLOCKS if c.whole):
+        whole_sums = triton_config.whole_cut(m, k, config)
         assert (whole_sums.strips, whole_sums.fold, whole_sums.rows) == (1, 1, m)
         assert whole_sums.blocks * whole_sums.block_k >= k
 
 
 def test_multiples_of_128_rows_leave_nothing_over() -> None:
-    """Whatever the number of features."""
+    """Whatever the number of features, in blocks of at least 64 columns."""
+    wide = [c for c in backward_config.BLOCKS if c.block_k >= 64]
+    assert wide
     for k in (24, 33, 100, 160, 161, 640, 1000, 1040):
-        for activation in ("none", "relu", "gelu"):
-            config = triton_config.config_for("backward", 32768, k, 2, activation)
-            assert triton_config.cut(32768, k, True, 132, config).even, (k, activation)
+        for config in wide:
+            assert triton_config.cut(32768, k, True, 132, config).even, (k, config)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_backward_that_may_be_chosen_fits(
+    arch: int, dtype: str, launches: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of features that leave columns over too, with the dearest activation."""
+    monkeypatch.setattr(backend, "begins_early", lambda device: arch >= 90)
+    for config in backward_config.BLOCKS:
+        for k in (1024, 1025):
+            x, w = (torch.empty(s, dtype=DTYPES[dtype], device="meta") for s in ((4096, k), (k,)))
+            backend.backward(x, x, w, w, "gelu", (True, True, True), config=config)
+    for launch in launches:
+        registers, stack = usage(launch.compile(arch))
+        assert (stack, registers <= 255) == (0, True), (launch.name, launch.rest)

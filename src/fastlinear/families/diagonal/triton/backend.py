@@ -10,15 +10,14 @@ from torch import Tensor
 
 from fastlinear.core.device import device_facts
 from fastlinear.families.diagonal.reference import Gradients, Needs
+from fastlinear.families.diagonal.triton import backward_config
 from fastlinear.families.diagonal.triton.config import (
     VECTOR,
     Cut,
     DiagonalConfig,
-    config_for,
     cut,
-    one_launch,
+    forward_config,
     sum_block,
-    whole_cut,
 )
 from fastlinear.families.diagonal.triton.kernels import (
     _diagonal_linear_bwd_kernel,
@@ -145,14 +144,9 @@ class _Backward:
         config: DiagonalConfig | None,
     ) -> None:
         m, k = dy.shape
-        own = config or config_for("backward", m, k, dy.itemsize, activation)
+        own = config or backward_config.config_for(m, k, dy.itemsize, activation)
         row_stride = k if x is None or m == 1 else x.stride(0)
-        made = one_launch(m, k, own) if config is None else None
-        if own.whole:
-            made = whole_cut(m, k, own)
-        whole = made is not None
-        if made is None:
-            made = cut(m, k, row_stride == k, _units(dy), own)
+        made = backward_config.cut_of(m, k, own, row_stride == k, _units(dy))
         self.launch = EarlyLaunch(
             _diagonal_linear_bwd_kernel,
             (made.blocks * made.strips,),
@@ -162,7 +156,7 @@ class _Backward:
         )
         self.parts: tuple[int, int] | None = None
         summed = needs[1] + needs[2]
-        if summed and not whole:
+        if summed and not own.whole:
             parts = made.strips * made.fold
             self.parts = (parts, k)
             rows, cols, warps = sum_block(parts)
@@ -203,7 +197,7 @@ def _forward_launch(
 ) -> EarlyLaunch:
     """The forward's launch; where x is ``turned``, its rows are features."""
     m, k = x.shape
-    own = config or config_for("forward", m, k, x.itemsize, activation)
+    own = config or forward_config(m, k, x.itemsize, activation)
     strides = [k if t is None or m == 1 else t.stride(0) for t in (x, residual)]
     made = cut(m, k, not turned and all(s == k for s in strides), _units(x), own)
     more = made.last % VECTOR if made.fold > 1 else 0

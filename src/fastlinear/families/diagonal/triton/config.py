@@ -15,14 +15,10 @@ _MOST_WASTE = 1 / 16
 _MOST_FOLD = 1024
 _LEAST_BLOCK = 64
 _MOST_ROWS, _MOST_FEATURES = 1 << 30, 1 << 20  # joined rows and their numbers count in 32 bits
-_ONE_LAUNCH_TILES = 8
 _FEWEST, _FEW = 1 << 16, 1 << 18  # numbers of a launch whose own start takes longest
 _LARGE = 1 << 22  # numbers that keep a GPU busy with few large tiles
 _HUGE = 1 << 25  # numbers beside which launches are nothing
-_QUICK = ("none", "relu", "leaky_relu")  # activations whose derivatives take no time
-_SLOW = ("gelu", "gelu_tanh")  # those whose derivatives take as long as memory
-_WIDE = 1024  # features from which a program's share of a row is long whatever the others take
-_WIDEST = 16 * _WIDE  # features up to which 16-bit rows go through a pipeline
+_QUICK = ("none", "relu", "leaky_relu")  # activations that take no time
 
 
 @dataclass(frozen=True)
@@ -75,39 +71,14 @@ class Cut:
     even: bool
 
 
-def config_for(
-    piece: str, m: int, k: int, itemsize: int, activation: str = "none"
-) -> DiagonalConfig:
-    """The launch configuration of a piece for M rows of K features of ``itemsize`` bytes.
+def forward_config(m: int, k: int, itemsize: int, activation: str = "none") -> DiagonalConfig:
+    """The forward's launch configuration for M rows of K features of ``itemsize`` bytes.
 
     Measured on an H200 at 64 to 32768 rows of 128 to 24576 features.
     """
-    numbers = m * k
-    if piece == "forward":
-        found = _forward_config(numbers, itemsize, activation in _QUICK)
-        # programs of a sweep that wait for a forward of several waves take its programs' place
-        return found if numbers < _LARGE else replace(found, early="last")
-    wide = itemsize == 4
-    if m <= 64 and numbers < _LARGE:  # a tile a program
-        return DiagonalConfig(32, 2048, 4 if wide and activation not in _QUICK else 2, 1, 1, "last")
-    if numbers < _LARGE:
-        return DiagonalConfig(64, 2048, 4, 3, 1, "last")  # few programs, whose sums take long
-    quick = activation in _QUICK
-    slow = activation in _SLOW
-    if not quick and not wide and numbers >= _HUGE and (2 if slow else 5) * _WIDE <= k <= _WIDEST:
-        return DiagonalConfig(64 if slow and k <= 8 * _WIDE else 128, 4096, 4, 5, 1)
-    if k < 512 or numbers == _LARGE or not quick:
-        return (
-            DiagonalConfig(64, 2048, 4, 3, 2, "last") if wide else DiagonalConfig(64, 2048, 4, 4, 2)
-        )
-    if not wide and k <= _WIDEST:
-        # wide rows are read in longer stretches: 64 of 16384 numbers cost a tenth more than 128
-        return DiagonalConfig(64 if k <= 4 * _WIDE else 128, 4096, 8, 4, 1)
-    if k < _WIDE:
-        return DiagonalConfig(32, 4096, 8, 3, 1)
-    if wide and activation == "none":
-        return DiagonalConfig(512, 1024, 4, 1, 4, "last")
-    return DiagonalConfig(128, 1024, 2, 1, 8, "last")
+    found = _forward_config(m * k, itemsize, activation in _QUICK)
+    # programs of a sweep that wait for a forward of several waves take its programs' place
+    return found if m * k < _LARGE else replace(found, early="last")
 
 
 def _forward_config(numbers: int, itemsize: int, quick: bool) -> DiagonalConfig:
@@ -151,14 +122,6 @@ def cut(m: int, k: int, dense: bool, units: int, config: DiagonalConfig) -> Cut:
     strips = max(1, min(tiles, wanted))
     even = width % block_k == 0 and last == width and rows % block_m == 0
     return Cut(rows, width, fold, last, block_m, block_k, strips, blocks, even)
-
-
-def one_launch(m: int, k: int, config: DiagonalConfig) -> Cut | None:
-    """A cut in which each program sees all rows, so that its sums are whole, or None where that
-    would leave the chip idle for longer than a second launch takes."""
-    most = max(32, min(256, 512 >> (m - 1).bit_length()))  # few rows: long stretches of them
-    made = whole_cut(m, k, replace(config, block_k=most))
-    return None if m > _ONE_LAUNCH_TILES * made.block_m else made
 
 
 def whole_cut(m: int, k: int, config: DiagonalConfig) -> Cut:

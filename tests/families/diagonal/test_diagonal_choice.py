@@ -1,0 +1,37 @@
+"""Which configuration diagonal_linear's backward takes in Triton."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.experiments.configurations import diagonal as experiment
+from benchmarks.experiments.configurations.rows import mean, read, regrets, regrets_of_chosen
+from fastlinear.families.diagonal.triton.backward_config import candidates, config_for
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_model_of_time_chooses_what_was_fastest(dtype: str) -> None:
+    """Of the configurations that were timed for each of 198 drawn calls; a map chose before."""
+    kind = experiment.KIND
+    rows = read(kind, ROOT / "results/nvidia-h200/diagonal.jsonl.gz")[dtype]
+    found = regrets(rows, np.array([kind.microseconds(r.problem, r.config) for r in rows]))
+    assert len(found) > 60
+    assert mean(found) < 1.11 < 1.16 < mean(regrets_of_chosen(rows))
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_some_configuration_serves_every_call(itemsize: int) -> None:
+    for m in (1, 2, 63, 4096, 131_072, 1 << 24):
+        for k in (1, 3, 64, 1000, 24_577, 1 << 19):
+            for activation in ("none", "silu", "gelu"):
+                assert config_for(m, k, itemsize, activation) in list(candidates(m, k))
+
+
+def test_few_rows_take_one_launch() -> None:
+    assert config_for(8, 4096, 2, "relu").whole
+    assert not config_for(32_768, 1024, 2, "relu").whole
