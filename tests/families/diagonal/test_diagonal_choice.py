@@ -35,3 +35,4 @@ def test_some_configuration_serves_every_call(itemsize: int) -> None:
 def test_few_rows_take_one_launch() -> None:
     assert config_for(8, 4096, 2, "relu").whole
     assert not config_for(32_768, 1024, 2, "relu").whole
+    assert not config_for(16_607, 8072, 4, "relu").whole, "narrow columns read memory badly"

@@ -16,6 +16,7 @@ _UNITS = 132
 _REGISTERS, _THREADS, _BLOCKS = 65_536, 2048, 32  # of a multiprocessor
 _PROGRAMS = 512  # for each multiprocessor: more have too little to do
 _LONGEST = 256  # trips of a program where the chip is not full
+_MOST_WHOLE = 1 << 21  # numbers: more take so long that a second launch is nothing beside them
 _CLASSES = {"none": 0, "relu": 1, "leaky_relu": 1, "gelu": 4, "gelu_tanh": 4}  # others 3
 BLOCKS = (
     DiagonalConfig(32, 512, 4, 1, 2, "last"),
@@ -61,6 +62,8 @@ def candidates(
     found = False
     for c in blocks:
         if (c.block_k > max(128, 2 * k) and (m < 16 or c.whole)) or m * k < c.numbers // 2 > 512:
+            continue
+        if c.whole and m * k > _MOST_WHOLE:
             continue
         made = cut_of(m, k, c)
         programs, trips = made.strips * made.blocks, _trips(made)
