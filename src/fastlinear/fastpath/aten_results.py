@@ -107,12 +107,25 @@ def _strides_like(tensors: Sequence[Tensor]) -> _Shape | None:
 
 
 def _order(t: Tensor) -> tuple[int, ...]:
-    """Dimensions from the widest stride to the smallest; one of size 1 goes with the next."""
+    """Dimensions from the widest stride to the smallest; one of size 1 goes with the next. Strides
+    of 0, of expanded memory, leave the order as it is, as PyTorch has it."""
     strides = list(t.stride())
+    expanded = any(stride == 0 and n > 1 for stride, n in zip(strides, t.shape, strict=True))
     for i in range(len(strides) - 1, -1, -1):
-        if t.shape[i] == 1:
+        if t.shape[i] == 1 and not expanded:
             strides[i] = strides[i + 1] * t.shape[i + 1] if i + 1 < len(strides) else 1
-    return tuple(sorted(range(len(strides)), key=lambda i: -strides[i]))
+    found = list(range(len(strides) - 1, -1, -1))  # from the smallest
+    for i in range(1, len(found)):
+        at = i
+        for before in range(i - 1, -1, -1):
+            inner, outer = ((strides[d], t.shape[d]) for d in (found[before], found[at]))
+            if inner[0] == 0 or outer[0] == 0 or inner == outer:
+                continue
+            if inner < outer:
+                break
+            found[before], found[at] = found[at], found[before]
+            at = before
+    return tuple(reversed(found))
 
 
 def contiguous(shape: Sequence[int]) -> _Shape:
