@@ -112,7 +112,11 @@ def ship(name: str, paths: Iterable[Path], before: str = "") -> Path:
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{name}.json"
     path.write_text(
-        json.dumps(replace(found, device=name).to_json(before), separators=(",", ":")) + "\n"
+        json.dumps(
+            replace(found, device=name).to_json("" if before == name else before),
+            separators=(",", ":"),
+        )
+        + "\n"
     )
     index = FOLDER / "devices.json"
     known = json.loads(index.read_text()) if index.exists() else {}

@@ -65,7 +65,15 @@ def test_every_contender_is_right(direction: str, activation: str) -> None:
     skipped = {r["contender"] for r in rows if r["skipped"]}
     ours = {
         f"fastlinear[{name}]"
-        for name in ("triton", "packed_groups", "weight_stationary", "wide", "cpp")
+        for name in (
+            "triton",
+            "padded",
+            "packed_groups",
+            "weight_stationary",
+            "wide",
+            "cpp",
+            "widened",
+        )
     }
     assert skipped - ours == {"grouped_mm"}
     assert not torch.cuda.is_available() or "fastlinear[triton]" not in skipped

@@ -61,7 +61,7 @@ class Contract:
         device = torch.device(problem.device)
         inputs = fam.make_inputs(problem, device, seed)
         kept = [t if t is None else t.clone() for t in flat(inputs)]
-        run = backend.load()
+        run = backend.load(problem)
         wrong = self.inaccuracies(backend, problem, seed)
 
         expected = flat(fam.reference(problem, inputs))
@@ -91,7 +91,7 @@ def triples(backend: Backend, problem: Problem, inputs: tuple[Any, ...]) -> Iter
     """(ours, torch's, the float64 oracle) for every output."""
     fam = family(problem.family)
     wide = in_float64(inputs)
-    ours = flat(backend.load()(*inputs))
+    ours = flat(backend.load(problem)(*inputs))
     return zip(
         ours, flat(fam.reference(problem, inputs)), flat(fam.reference(problem, wide)), strict=True
     )

@@ -72,7 +72,7 @@ def test_nan_and_infinity_propagate_as_torchs(
             first[0, 0] = bad
             spread = tiles_spread_nan(device, dtype)
             oracle = in_float64(inputs) if spread and bad != bad else inputs
-            expected, actual = fam.reference(problem, oracle), backend.load()(*inputs)
+            expected, actual = fam.reference(problem, oracle), backend.load(problem)(*inputs)
             for e, a in zip(flat(expected), flat(actual), strict=True):
                 if e is None:
                     continue

@@ -97,7 +97,7 @@ def mlp(
 @lru_cache(maxsize=1024)
 def _backward(p: Problem) -> Callable[..., Any]:
     """The classical backward that fastlinear takes for a backward Problem."""
-    return select(p).backend.load()
+    return select(p).load()
 
 
 def forward(

@@ -7,7 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, product
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,14 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.progress import Progress, silent
 from fastlinear.dispatch import cache, prices
+from fastlinear.dispatch.backend import WIDENED
 from fastlinear.dispatch.prices import Price, Prices, name_of
 from fastlinear.dispatch.work import CALL, FRESH, HOST
 
 _MODES = (drawn.INFERENCE, drawn.TRAINING)
 _QUICK = {"cpu": drawn.Limit(3e8, 1 << 25), "cuda": drawn.Limit(3e11, 1 << 30)}
 """The most of a case: many small ones tell more than few large ones."""
+_COMMON = (FRESH, WIDENED)
 _FRESH_LOG_US = -8.3  # a byte of new memory, where nobody measured it
 _WAYS_OF = 4  # of so many cases one is measured as whole calls
 
@@ -107,6 +111,10 @@ def calibrate(
     return Calibrated(found, len(every), _off(before, every), _off(found, every), path)
 
 
+def _has(one: Call, kind: str) -> bool:
+    return any(w.kind == kind for w in one.works)
+
+
 def from_calls(
     pieces: Sequence[Call],
     whole: Sequence[Call],
@@ -123,11 +131,12 @@ def from_calls(
     found = Prices(device, start | (dict(before.by_kind) if before is not None else {}))
     if not pieces:
         return fit(whole, device, found, lambda kind: kind != FRESH)
-    # all kinds have new memory in common: one after the other they are many small problems
-    found = fit(pieces, device, found, lambda kind: kind != FRESH)
-    paged = [one for one in pieces if any(w.kind == FRESH for w in one.works)]
-    if paged:
-        found = fit(paged, device, found, lambda kind: kind == FRESH)
+    # what many kinds have in common comes after them: one after the other they are small problems
+    alone = [one for one in pieces if not _has(one, WIDENED)]
+    found = fit(alone, device, found, lambda kind: kind not in _COMMON)
+    for common in _COMMON:
+        if with_it := [one for one in pieces if _has(one, common)]:
+            found = fit(with_it, device, found, partial(eq, common))
     found = replace(found, by_kind=_called(found.by_kind))
     known = {name.partition(" ")[2] for name in found.by_kind}
     return fit(whole, device, found, lambda kind: kind.endswith((HOST, CALL)) or kind not in known)

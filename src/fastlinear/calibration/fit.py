@@ -126,7 +126,7 @@ def _independent(calls: Sequence[Call], free: Callable[[str], bool]) -> list[lis
         return key
 
     parts: dict[tuple[str, str], list[Call]] = {}
-    keys = [[(one.dtype, w.kind) for w in one.works if free(w.kind)] for one in calls]
+    keys = [[(w.dtype or one.dtype, w.kind) for w in one.works if free(w.kind)] for one in calls]
     for own in keys:
         for other in own[1:]:
             leader[lead(other)] = lead(own[0])
@@ -175,6 +175,7 @@ class _Problem:
         self.pull, self.towards = self._penalties()
 
     def _basis(self, work: Work, dtype: str) -> Iterable[tuple[int, float]]:
+        dtype = work.dtype or dtype
         names = [name_of(work.kind, dtype)]
         names += [name_of(work.kind, dtype, variant) for variant in work.variants]
         for name in names:

@@ -73,8 +73,8 @@ def measure_pieces(drawn: Drawn, device: torch.device) -> Iterator[Row]:
                 continue
             with torch.no_grad():
                 if device.type == "cpu":
-                    us[backend.name] = quick_us(partial(backend.load(), *sets[0]))
-                elif (found := _device_us(backend, sets, device)) is not None:
+                    us[backend.name] = quick_us(partial(backend.load(p), *sets[0]))
+                elif (found := _device_us(backend, p, sets, device)) is not None:
                     us[backend.name] = found
         yield {"problem": p.to_json(), "us": us}
 
@@ -97,11 +97,11 @@ def measure_ways(drawn: Drawn, device: torch.device) -> Row:
 
 
 def _device_us(
-    backend: Backend, sets: Sequence[tuple[Any, ...]], device: torch.device
+    backend: Backend, p: Problem, sets: Sequence[tuple[Any, ...]], device: torch.device
 ) -> float | None:
     """``device_us``; None of a backend that fails, for want of memory, for example."""
     try:
-        return device_us(backend.load(), sets, device)
+        return device_us(backend.load(p), sets, device)
     except (RuntimeError, FastlinearError):
         return None
 

@@ -21,6 +21,8 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.space import Space
 from fastlinear.dispatch.work import Work
 
+WIDENED = "widened"
+"""The backend that several families have, see ``dispatch.widened``."""
 about_to_run: ContextVar[bool] = ContextVar("about_to_run", default=False)
 """Whether ``reason_not`` is asked for a call that runs: its libraries are then compiled."""
 
@@ -47,6 +49,7 @@ class Backend:
         why_avoided: why it is not chosen by prediction where another one can serve, for its
             numbers' sake, or None.
         on_request: whether it is taken only where the caller asks for it, never for its speed.
+        by_problem: whether the target makes the function for a Problem's kind of calls.
     """
 
     family: str
@@ -57,10 +60,13 @@ class Backend:
     sources: tuple[str, ...] = ()
     why_avoided: Callable[[Problem], str | None] = always
     on_request: bool = False
+    by_problem: bool = False
 
-    def load(self) -> Callable[..., Any]:
-        """Import the module and return the function."""
-        return _load(self.target)
+    def load(self, problem: Problem | None = None) -> Callable[..., Any]:
+        """Import the module and return the function, for calls of the Problem's kind where it is
+        made ``by_problem``."""
+        target = _load(self.target)
+        return target(problem) if self.by_problem else target
 
     def why_not_ready(self, problem: Problem) -> str | None:
         """Why it cannot serve a Problem at once, or None; what it needs is compiled first."""
@@ -140,6 +146,8 @@ class Family:
 
     def work_of(self, p: Problem, backend: str) -> tuple[Work, ...] | None:
         """What a backend does in a call, or None where nobody has told."""
+        if backend == WIDENED:
+            return _widened_work(self, p)  # type: ignore[no-any-return]
         told = {"cpu": self.cpu_work, "cuda": self.gpu_work}.get(p.device)
         return None if told is None else told(p, backend)
 
@@ -218,6 +226,23 @@ def deferred(target: str) -> Callable[..., Any]:
         return _load(target)(*arguments)
 
     return function
+
+
+_widened_work = deferred("fastlinear.dispatch.widened:work")
+
+
+def widened_backends(family: str, *pieces: str) -> tuple[Backend, ...]:
+    """``widened`` for a family's pieces, see ``dispatch.widened``."""
+    target = "fastlinear.dispatch.widened:load"
+    made = (Backend(family, p, WIDENED, target, _why_not_widened, by_problem=True) for p in pieces)
+    return tuple(made)
+
+
+def _why_not_widened(p: Problem) -> str | None:
+    if p.device != "cpu":
+        return "for CPUs only: GPUs multiply 16 bits at a higher rate than float32"
+    halves = ("bfloat16", "float16")
+    return None if p.dtype in halves else f"bfloat16 and float16 only, not {p.dtype}"
 
 
 @lru_cache(maxsize=256)

@@ -146,12 +146,12 @@ class Prices:
         for work in works:
             if work.kind == KEPT:
                 continue
-            price = self.by_kind.get(name_of(work.kind, dtype))
+            price = self.by_kind.get(name_of(work.kind, work.dtype or dtype))
             if price is None:
                 return None
             log_us = price.log_us(work)
             for variant in work.variants:
-                varied = self.by_kind.get(name_of(work.kind, dtype, variant))
+                varied = self.by_kind.get(name_of(work.kind, work.dtype or dtype, variant))
                 log_us += 0.0 if varied is None else varied.log_us(work)
             us = work.units * math.exp(min(log_us, _MOST_EXPONENT))
             terms[work.kind] = terms.get(work.kind, 0.0) + us

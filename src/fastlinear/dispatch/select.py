@@ -12,8 +12,9 @@ is compiled; where it cannot be, or takes long, the next backend is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.problem import Problem
@@ -43,6 +44,10 @@ class Choice:
     source: str
     reason: str
     passed_over: tuple[tuple[str, str], ...]
+
+    def load(self) -> Callable[..., Any]:
+        """The backend's function, for such calls."""
+        return self.backend.load(self.problem)
 
 
 def select(problem: Problem, forced: str | None = None, *, ready: bool = True) -> Choice:

@@ -184,7 +184,7 @@ def verify(
     ``expected`` is ``expected_of(problem, inputs)``, given when it is known already.
     """
     expected = expected or expected_of(problem, inputs)
-    ours = _flat(backend.load()(*inputs))
+    ours = _flat(backend.load(problem)(*inputs))
     verdicts = []
     for i, (a, t, o) in enumerate(zip(ours, expected.theirs, expected.oracle, strict=True)):
         if o is None:
@@ -214,7 +214,7 @@ def timed(backend: Backend, problem: Problem) -> Callable[..., Any]:
     names one, else its function."""
     way = family(problem.family).timed
     run = None if way is None else way(backend, problem)
-    return backend.load() if run is None else run
+    return backend.load(problem) if run is None else run
 
 
 def rotating(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Callable[[], Any]:

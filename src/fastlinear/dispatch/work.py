@@ -34,6 +34,7 @@ class Work:
         sizes: sizes on which the price of a unit depends, by name.
         flags: facts on which it depends besides.
         variants: ways of doing it that are priced by their difference from the kind's own.
+        dtype: under which it is priced, where that is not the call's.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Work:
     sizes: Mapping[str, float] | None = None
     flags: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
+    dtype: str = ""
 
 
 def dtype_of(p: Problem) -> str:

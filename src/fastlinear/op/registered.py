@@ -67,7 +67,7 @@ class Traced:
 
 def chosen_or(chosen: Chosen, piece: int, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """The function of the backend chosen for a piece, or the other where none was chosen."""
-    return otherwise if chosen is None else chosen[piece].backend.load()
+    return otherwise if chosen is None else chosen[piece].load()
 
 
 def register(spec: OpSpec, traced: Traced) -> None:

@@ -57,13 +57,12 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         return inferring(own, x, by_torch=True)
     if grad:
         return _train(arguments, chosen)
-    return inferring(_inference(chosen[0].backend.load(), activation), x)
+    return inferring(_inference(chosen[0].load(), activation), x)
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     x, activation = arguments[0], arguments[3]
-    forward, backward = chosen[0].backend, chosen[1].backend
-    formula = Formula(activation, forward.load(), backward.load())
+    formula = Formula(activation, chosen[0].load(), chosen[1].load())
     plan = applied(formula)
     if calls.is_captured(x):
         return Resolved(plan, plan)
@@ -227,7 +226,7 @@ def _resolve_out(arguments: Arguments, _: bool, autocast: bool) -> Resolved:
             return y
 
         return Resolved(copied, copied)
-    run = choices(SPEC, call, False)[0].backend.load()
+    run = choices(SPEC, call, False)[0].load()
 
     def plan(x: Tensor, weight: Tensor, rest: tuple[Any, ...]) -> Tensor:
         bias, residual, out = rest

@@ -23,6 +23,7 @@ from fastlinear.dispatch.backend import (
     deferred,
     register_family,
     why_no_gpu,
+    widened_backends,
 )
 from fastlinear.dispatch.drawn import Draw
 from fastlinear.families.gated import batch_invariant, reference
@@ -141,7 +142,7 @@ def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
     named = Weights(*inputs[at]), Biases(*inputs[at + 1])  # plain tuples where they were converted
     inputs = (*inputs[:at], *named, *inputs[at + 2 :])
     if p.piece == STEP:
-        return _STEP_EAGER.load()(*inputs)
+        return _STEP_EAGER.load(p)(*inputs)
     return getattr(reference, p.piece)(*inputs)
 
 
@@ -242,6 +243,7 @@ FAMILY = register_family(
                 half.reason_not,
                 _CPU_SOURCES,
             ),
+            *widened_backends(NAME, *PIECES),
         ),
         make_inputs=_make_inputs,
         reference=_reference,

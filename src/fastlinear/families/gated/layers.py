@@ -85,7 +85,7 @@ def _piece(
             _plans.clear()
         with torch.cuda.device(first.device):
             p = _problem(piece, first, second, bias)
-            found = _plans[key] = select(p).backend.load()
+            found = _plans[key] = select(p).load()
     return found
 
 

@@ -104,13 +104,13 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         backends = {c.problem.piece: c.backend.name for c in chosen}
         own_autograd = way_of(backends, recompute_of(level)) == OWN
         return Resolved(own, own, by_torch=True) if own_autograd else _train(arguments, chosen)
-    return inferring(_inference(chosen[0].backend.load(), activation, order), x)
+    return inferring(_inference(chosen[0].load(), activation, order), x)
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     x, _, _, _, activation, order, level, _ = arguments
-    run, backward = chosen[0].backend, chosen[1].backend
-    names = run.name, backward.name
+    run, backward = chosen[:2]
+    names = run.backend.name, backward.backend.name
     formula = Formula(activation, order, level != "1", run.load(), backward.load(), *names)
     plan = _training(formula)
     record = None if calls.is_captured(x) else partial(recorded.node, formula)

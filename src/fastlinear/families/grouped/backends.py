@@ -25,6 +25,7 @@ from fastlinear.dispatch.backend import (
     deferred,
     register_family,
     why_no_gpu,
+    widened_backends,
 )
 from fastlinear.dispatch.drawn import Draw
 from fastlinear.families.grouped import layout as layouts
@@ -166,7 +167,7 @@ def _clear_of_kinks(
 
 def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
     if p.piece == STEP:
-        return _STEP_EAGER.load()(*inputs)
+        return _STEP_EAGER.load(p)(*inputs)
     return getattr(reference, p.piece)(*inputs)
 
 
@@ -325,6 +326,7 @@ FAMILY = register_family(
                 f"{_HERE}.torch_backends:conv_forward",
                 torch_backends.reason_not_conv,
             ),
+            *widened_backends(NAME, *PIECES),
         ),
         make_inputs=_make_inputs,
         reference=_reference,

@@ -133,5 +133,5 @@ def _run(
             captured=regime[0],
         )
         with torch.cuda.device(x.device if x.is_cuda else -1):
-            run = _chosen[key] = select(p).backend.load()
+            run = _chosen[key] = select(p).load()
     return run

@@ -65,14 +65,14 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         return (
             Resolved(own, own, by_torch=True) if names == {"eager"} else _train(arguments, chosen)
         )
-    return inferring(_inference(chosen[0].backend.load(), activation, layout), x)
+    return inferring(_inference(chosen[0].load(), activation, layout), x)
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     x, weight, _, activation, layout, _ = arguments
-    run, backward = (c.backend for c in chosen[:2])
+    run, backward = chosen[:2]
     order = chosen[0].problem.option("order")
-    names = run.name, backward.name
+    names = run.backend.name, backward.backend.name
     sign_mask = place_for(_rows(x, weight, layout), weight, activation, order, *names)
     formula = Formula(activation, layout, *names, run.load(), backward.load(), sign_mask)
     plan = _training(formula)

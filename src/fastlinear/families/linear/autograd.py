@@ -27,7 +27,7 @@ Backward = Callable[[Tensor, Tensor | None, Tensor, Tensor, str, Needs], Gradien
 def backward_of(chosen: tuple[Choice, ...]) -> Backward:
     """One callable for the whole backward: its own backend where one was chosen, else out of the
     backends chosen for its pieces."""
-    by_piece = {c.problem.piece: c.backend for c in chosen}
+    by_piece = {c.problem.piece: c for c in chosen}
     whole = by_piece.get(WHOLE_BACKWARD)
     if whole is not None:
         return whole.load()

@@ -25,6 +25,7 @@ from fastlinear.dispatch.backend import (
     is_installed,
     register_family,
     why_no_gpu,
+    widened_backends,
 )
 from fastlinear.dispatch.drawn import linear_clear_of_kinks
 from fastlinear.families.linear import batch_invariant, cublaslt, padded_problem, reference
@@ -202,7 +203,7 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
 
 def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
     if p.piece == STEP:
-        return _STEP_EAGER.load()(*inputs)
+        return _STEP_EAGER.load(p)(*inputs)
     return getattr(reference, p.piece)(*inputs)
 
 
@@ -327,6 +328,7 @@ FAMILY = register_family(
             Backend(
                 NAME, "grad_weight", "onednn", f"{_HERE}.cpu.onednn:grad_weight", onednn.reason_not
             ),
+            *widened_backends(NAME, "forward", "grad_input", "grad_weight"),
         ),
         make_inputs=_make_inputs,
         reference=_reference,

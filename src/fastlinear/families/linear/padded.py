@@ -166,7 +166,7 @@ def _run(
             _chosen.clear()
         with torch.cuda.device(a.device if a.is_cuda else -1):
             p = _aligned(piece, a, b, activation, bias, needs_grad, captured, precision)
-            run = _chosen[key, captured, precision] = select(p).backend.load()
+            run = _chosen[key, captured, precision] = select(p).load()
     return run
 
 

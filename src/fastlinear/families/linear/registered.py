@@ -18,7 +18,7 @@ from fastlinear.op.spec import Arguments
 
 def _forward(call: Arguments, chosen: Chosen, saves: bool) -> tuple[Tensor, Sequence[Tensor]]:
     x, weight, bias, activation, _ = call
-    run = reference.forward if chosen is None else chosen[0].backend.load()
+    run = reference.forward if chosen is None else chosen[0].load()
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     y, pre = run(rows, weight, None if bias is None else bias.contiguous(), activation, saves)
     return y.contiguous().view(_shape(call)), [] if pre is None else [pre]

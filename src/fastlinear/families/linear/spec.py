@@ -76,12 +76,12 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
             return inferring(own, x, in_table, by_torch=True)
     if grad:
         return _train(arguments, chosen)
-    return inferring(_inference(chosen[0].backend.load(), activation), x)
+    return inferring(_inference(chosen[0].load(), activation), x)
 
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     x, _, _, activation, _ = arguments
-    run = chosen[0].backend.load()
+    run = chosen[0].load()
     formula = Formula(activation, activation_of(activation).saved, run, backward_of(chosen))
     plan = _training(formula)
     if calls.is_captured(x):
@@ -180,5 +180,5 @@ def backward(
         bias = weight.new_empty(weight.shape[0]) if needs[2] else None
         p = selection.problem_of(x, weight, bias, activation, True, captured)
         chosen = (select(p.with_piece(piece)) for piece in BACKWARD_PIECES)
-        run = _backwards[key] = backward_from(*(c.backend.load() for c in chosen))
+        run = _backwards[key] = backward_from(*(c.load() for c in chosen))
     return run(dy, saved, x, weight, activation, needs)

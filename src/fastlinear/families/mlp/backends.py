@@ -18,7 +18,14 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import BATCH_INVARIANT
-from fastlinear.dispatch.backend import Backend, Family, always, deferred, register_family
+from fastlinear.dispatch.backend import (
+    Backend,
+    Family,
+    always,
+    deferred,
+    register_family,
+    widened_backends,
+)
 from fastlinear.dispatch.drawn import Draw
 from fastlinear.families.linear import backends as linear_act
 from fastlinear.families.mlp import batch_invariant, layerwise, reference
@@ -98,7 +105,7 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
 
 def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
     if p.piece == STEP:
-        return _STEP_EAGER.load()(*inputs)
+        return _STEP_EAGER.load(p)(*inputs)
     return getattr(reference, p.piece)(*inputs)
 
 
@@ -183,6 +190,7 @@ FAMILY = register_family(
                 *(batch_invariant.reason_not, _LAYER_SOURCES),
                 on_request=True,
             ),
+            *widened_backends(NAME, *PIECES),
         ),
         make_inputs=_make_inputs,
         reference=_reference,

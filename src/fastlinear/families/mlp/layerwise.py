@@ -146,9 +146,9 @@ def _frozen(
     """(run, activation, its in-place form where eager is chosen) for each layer."""
     chosen = []
     for i, (weight, bias, name) in enumerate(zip(weights, biases, names, strict=True)):
-        backend = select(problem_of(i, x, weight, bias is not None, name, save)).backend
-        plain = backend.name == "eager" and x.device.type == "cpu" and not save
-        chosen.append((backend.load(), name, activation_of(name).in_place if plain else None))
+        choice = select(problem_of(i, x, weight, bias is not None, name, save))
+        plain = choice.backend.name == "eager" and x.device.type == "cpu" and not save
+        chosen.append((choice.load(), name, activation_of(name).in_place if plain else None))
     return tuple(chosen)
 
 

@@ -71,7 +71,7 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
             return Resolved(own, own, by_torch=True)
     if grad:
         return _train(arguments, chosen)
-    plan = _inference(chosen[0].backend.load(), *names)
+    plan = _inference(chosen[0].load(), *names)
     (name,) = backends
     dense = all(t.is_contiguous() for t in (x, *weights, *biases) if t is not None)
     if name == "whole_cpp" and dense and x.dim() <= 3:
@@ -83,7 +83,7 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     """The formula over the backends chosen for forward and backward."""
     x, _, _, activation, final_activation, _ = arguments
-    forward, backward = chosen[0].backend, chosen[1].backend
+    forward, backward = chosen[:2]
     layers = chosen[0].problem.dim("L")
     formula = Formula(activation, final_activation, layers, forward.load(), backward.load())
     apply = Mlp.apply

@@ -216,8 +216,8 @@ def down_choice(
         if len(_downs) >= _MOST_DOWNS:
             _downs.clear()
         with torch.cuda.device(h.device):
-            backend = select(p).backend
-        found = backend.name, backend.load()
+            choice = select(p)
+        found = choice.backend.name, choice.load()
         if found[0] == "few_rows" and weight.nbytes > _MOST_FEW_ROWS:
             found = "eager", layers.forward
         _downs[key] = found

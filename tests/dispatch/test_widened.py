@@ -1,0 +1,97 @@
+"""Backend widened: float16 and bfloat16 on a CPU as float32 computes them, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastlinear as fl
+from fastlinear.dispatch.backend import WIDENED, families, family
+from fastlinear.dispatch.select import select
+from fastlinear.families.linear.problem import problem
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+CALLS: dict[str, Callable[[Callable[..., Tensor], str | None], Tensor]] = {
+    "linear_act": lambda d, name: fl.linear_act(
+        d(40, 33), d(17, 33), d(17), activation="gelu", backend=name
+    ),
+    "mlp": lambda d, name: fl.mlp(
+        d(9, 32), [d(16, 32), d(5, 16)], [d(16), d(5)], activation="silu", backend=name
+    ),
+    "gated_mlp": lambda d, name: fl.gated_mlp(
+        d(9, 32), d(48, 32), d(48, 32).flip(0), d(24, 48), backend=name
+    ),
+    "grouped_linear": lambda d, name: fl.grouped_linear(d(9, 60), d(3, 7, 20), backend=name),
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_results_are_float32s_rounded_once(name: str, dtype: torch.dtype) -> None:
+    """Of the same numbers, by the backend that dispatch takes for float32."""
+    found = CALLS[name](lambda *shape: draw(*shape).to(dtype), WIDENED)
+    wide = CALLS[name](lambda *shape: draw(*shape).to(dtype).float(), None)
+    assert torch.equal(found, wide.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_gradients(dtype: torch.dtype) -> None:
+    p = problem("grad_weight", 40, 33, 17, dtype=str(dtype)[6:], device="cpu", activation="none")
+    dy, x = draw(40, 17).to(dtype), draw(40, 33).to(dtype)
+    (backend,) = [b for b in family("linear_act").candidates("grad_weight") if b.name == WIDENED]
+    found = backend.load(p)(dy, x)
+    assert found.dtype is dtype
+    torch.testing.assert_close(found, (dy.double().t() @ x.double()).to(dtype))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_expanded_rows_in_repeated_calls(autocast: bool) -> None:
+    """C++ repeats the conversions from the second call of a kind on."""
+    w, b = (draw(*s).half().requires_grad_() for s in ((16, 100), (16,)))
+    for turn in range(4):
+        x = draw(turn + 1, 100)[-1:].half().expand(8, 100).requires_grad_()
+        dy = draw(8, 16 + turn)[:, :16].half()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = fl.linear_act(x, w, b, activation="tanh", backend=None if autocast else WIDENED)
+        found = (y, *torch.autograd.grad(y, (x, w, b), dy.to(y.dtype)))
+        wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
+        exact = torch.tanh(wide[0] @ wide[1].t() + wide[2])
+        for ours, true in zip(
+            found, (exact, *torch.autograd.grad(exact, wide, dy.double())), strict=True
+        ):
+            torch.testing.assert_close(ours.double(), true, rtol=0.05, atol=0.2)
+
+
+def test_where_it_serves() -> None:
+    p = problem("forward", 8, 8, 8, dtype="float16", device="cpu", activation="relu")
+    (backend,) = [b for b in family("linear_act").candidates("forward") if b.name == WIDENED]
+    assert backend.reason_not(p) is None
+    assert "CPU" in str(backend.reason_not(replace(p, device="cuda")))
+    assert "float16" in str(backend.reason_not(replace(p, dtype="float32")))
+
+
+def test_the_families_that_have_it_are_tested() -> None:
+    having = {n for n, f in families().items() if any(b.name == WIDENED for b in f.backends)}
+    assert having == set(CALLS)
+
+
+def test_predictions_add_passes_to_the_work_in_float32() -> None:
+    p = problem("forward", 512, 256, 256, dtype="float16", device="cpu", activation="relu")
+    work = family("linear_act").work_of(p, WIDENED)
+    q = problem("forward", 512, 256, 256, dtype="float32", device="cpu", activation="relu")
+    inner = family("linear_act").work_of(q, select(q, ready=False).backend.name)
+    assert work is not None
+    assert inner is not None
+    assert work[: len(inner)] == tuple(replace(w, dtype="float32") for w in inner)
+    (passes,) = [w for w in work if w.kind == WIDENED]
+    assert passes.units == 512 * 256 * 2 + 256 * 256 + 256
