@@ -13,6 +13,8 @@ import fastlinear as fl
 from fastlinear.dispatch.backend import WIDENED, families, family
 from fastlinear.dispatch.select import select
 from fastlinear.families.linear.problem import problem
+from fastlinear.families.mlp.layerwise import layers_of
+from fastlinear.families.mlp.problem import problem as chain
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -95,3 +97,13 @@ def test_predictions_add_passes_to_the_work_in_float32() -> None:
     assert work[: len(inner)] == tuple(replace(w, dtype="float32") for w in inner)
     (passes,) = [w for w in work if w.kind == WIDENED]
     assert passes.units == 512 * 256 * 2 + 256 * 256 + 256
+
+
+def test_layers_that_take_it_are_no_work_for_nothing() -> None:
+    """Of chains by layers, and of training calls by pieces."""
+    p = chain("forward", 4096, [64, 64, 64], dtype="float16", device="cpu", activation="silu")
+    taken = select(replace(layers_of(p)[0], piece="forward"), ready=False)
+    assert taken.backend.name == WIDENED
+    work = family("mlp").work_of(p, "layerwise")
+    assert work is not None
+    assert sum(w.kind == WIDENED for w in work) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.work import Work, host, passed, product
 from fastlinear.families.linear.problem import BACKWARD_PIECES, NAME, PIECES, STEP, WHOLE_BACKWARD
@@ -32,7 +33,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     for piece in PIECES if p.piece == STEP else BACKWARD_PIECES:
         q = p.with_piece(piece)
         name = "eager" if backend == "eager" else select(q, ready=False).backend.name
-        found += work(q, name) or ()
+        found += family(NAME).work_of(q, name) or ()
     return tuple(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, fresh, host, passed, product
@@ -43,7 +44,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
 def _layer(q: Problem, backend: str) -> tuple[Work, ...]:
     if backend == "eager":
         return linear.inner(q, "eager")
-    return linear.work(q, select(q, ready=False).backend.name) or ()
+    return family(q.family).work_of(q, select(q, ready=False).backend.name) or ()
 
 
 def _step(p: Problem, backend: str) -> tuple[Work, ...]:
