@@ -107,3 +107,7 @@ def test_layers_that_take_it_are_no_work_for_nothing() -> None:
     work = family("mlp").work_of(p, "layerwise")
     assert work is not None
     assert sum(w.kind == WIDENED for w in work) == 2
+    step = chain("step", 4096, [64, 64], dtype="float16", device="cpu", needs_grad=True)
+    pieces = family("mlp").work_of(step, "pieces")
+    assert pieces is not None
+    assert any(w.kind == WIDENED for w in pieces)

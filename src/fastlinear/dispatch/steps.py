@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fastlinear.core.problem import Problem
@@ -51,17 +51,12 @@ def backward_choice(p: Problem, backend: str | None = None) -> Choice:
     return select(p, able[0] if able else None)
 
 
-def of_pieces(
-    p: Problem,
-    pieces: Sequence[str],
-    work: Callable[[Problem, str], tuple[Work, ...] | None],
-    node: Work,
-) -> tuple[Work, ...]:
+def of_pieces(p: Problem, pieces: Sequence[str], node: Work) -> tuple[Work, ...]:
     """The work of a training step by our formula: its node, and the pieces as they are chosen."""
-    found = [node]
+    known, found = family(p.family), [node]
     for piece in pieces:
         q = p.with_piece(piece)
-        found += work(q, select(q, ready=False).backend.name) or ()
+        found += known.work_of(q, select(q, ready=False).backend.name) or ()
     return tuple(found)
 
 

@@ -20,7 +20,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
         return None
     if p.piece == STEP:
         if backend == "pieces":
-            return of_pieces(p, PIECES, work, node_work(NAME))
+            return of_pieces(p, PIECES, node_work(NAME))
         forward, backward = p.with_piece("forward"), p.with_piece("backward")
         more = swept(f"{NAME} eager gate", p, p.dim("M"), p.dim("H"), p.option("activation"))
         made = (*_forward(forward, "eager"), *more, *_backward(backward, "eager"))

@@ -49,7 +49,7 @@ def _layer(q: Problem, backend: str) -> tuple[Work, ...]:
 
 def _step(p: Problem, backend: str) -> tuple[Work, ...]:
     if backend != "eager":
-        return of_pieces(p, PIECES, work, node_work(NAME))
+        return of_pieces(p, PIECES, node_work(NAME))
     found = [host(f"{NAME} autograd"), host(f"{NAME} autograd layer", p.dim("L"))]
     for piece in PIECES:
         made = work(p.with_piece(piece), "eager")

@@ -59,7 +59,7 @@ def _layer(q: Problem, backend: str) -> tuple[Work, ...]:
 
 def _step(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if backend == "pieces":
-        return of_pieces(p, PIECES, work, node_work(NAME))
+        return of_pieces(p, PIECES, node_work(NAME))
     if backend != "eager":
         return None
     made = tuple(w for piece in PIECES for w in _layers(p.with_piece(piece), "eager"))
