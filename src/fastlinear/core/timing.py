@@ -240,7 +240,6 @@ def _graph_of(
     Few of them would measure the graph's launch, and ``inner`` is few where the host is slow. None
     where they cannot be captured.
     """
-
     graph = recorded(_times(fn, inner), device)
     if graph is None:
         return None

@@ -17,6 +17,7 @@ import torch
 from fastlinear.core.cost import Cost
 from fastlinear.core.deprecated import renamed
 from fastlinear.core.errors import InputError
+from fastlinear.core.precision import float32_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.space import Space
 from fastlinear.dispatch.work import Work
@@ -241,8 +242,11 @@ def widened_backends(family: str, *pieces: str) -> tuple[Backend, ...]:
 def _why_not_widened(p: Problem) -> str | None:
     if p.device != "cpu":
         return "for CPUs only: GPUs multiply 16 bits at a higher rate than float32"
-    halves = ("bfloat16", "float16")
-    return None if p.dtype in halves else f"bfloat16 and float16 only, not {p.dtype}"
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"bfloat16 and float16 only, not {p.dtype}"
+    if float32_precision() != "highest":
+        return "float32 products of lower precision may be less exact than those of 16 bits"
+    return None
 
 
 @lru_cache(maxsize=256)
