@@ -16,7 +16,7 @@ import fastlinear as fl
 from fastlinear.core.errors import InputError
 from fastlinear.core.timing import interleave
 from fastlinear.families.linear.spec import FRONT
-from fastlinear.fastpath import lookup
+from fastlinear.fastpath import autograd_node, lookup
 from fastlinear.op.front import no_table
 
 
@@ -210,24 +210,25 @@ def test_training_reaches_the_same_weights() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("through", "most_us"), [("fastpath", 1.0), ("python", 12.0)])
+@pytest.mark.parametrize(("through", "most"), [("fastpath", 1.15), ("python", 3.5)])
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 def test_python_overhead(
-    grad: bool, through: str, most_us: float, monkeypatch: pytest.MonkeyPatch
+    grad: bool, through: str, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most so much a call over nn.Linear followed by its activation module, on tiny tensors.
+    """At most so many times nn.Linear and its activation module, on tiny tensors.
 
-    Python's look-up serves every family, and only where no C++ can be compiled: 3 to 5 us.
+    Python's look-up serves only where no C++ can be compiled: there a call takes some 2.3 times.
 
-    Both are measured in one interleaved run; the lower quartile of the paired differences is
-    what the code costs without the machine's noise. Three attempts, for busy machines.
+    Both are measured in one interleaved run, and compared by the lower quartile of the paired
+    ratios: a slower or busy machine slows both. Three attempts.
     """
     linear, act, x = nn.Linear(16, 16), nn.ReLU(), torch.randn(4, 16)
     linear.requires_grad_(grad)
     layer = fl.nn.Linear.from_linear(linear, "relu")
     if through == "fastpath":
-        if not lookup.wait():
-            pytest.skip(f"no compiled fast path here: {lookup.reason_not()}")
+        if not (lookup.wait() and autograd_node.wait()):
+            reason = lookup.reason_not() or autograd_node.reason_not()
+            pytest.skip(f"no compiled fast path here: {reason}")
         layer(x)
         assert FRONT.table is not no_table
     else:
@@ -238,8 +239,8 @@ def test_python_overhead(
         run = interleave(
             {"torch": lambda: act(linear(x)), "fastlinear": lambda: layer(x)}, rounds=61
         )
-        extra = np.subtract(run["fastlinear"].us, run["torch"].us)
-        lowest.append(float(np.percentile(extra, 25)))
-        if lowest[-1] <= most_us:
+        ratios = np.divide(run["fastlinear"].us, run["torch"].us)
+        lowest.append(float(np.percentile(ratios, 25)))
+        if lowest[-1] <= most:
             return
-    pytest.fail(f"overhead above nn.Linear + activation: {lowest} us")
+    pytest.fail(f"times nn.Linear and activation: {lowest}")
