@@ -263,33 +263,35 @@ __device__ __forceinline__ float act_and_slope(float x, float& slope) {
 }
 
 // act(x), and dy times its derivative there. relu and relu2 stop an infinite dy, as PyTorch's do.
+template <int A = ACT>
 __device__ __forceinline__ float act_and_grad(float x, float dy, float& grad) {
   float slope;
-  const float y = act_and_slope(x, slope);
+  const float y = act_and_slope<A>(x, slope);
   grad = dy * slope;
-  if constexpr (ACT == ACT_RELU || ACT == ACT_RELU2) grad = x <= 0.0f ? 0.0f : grad;
+  if constexpr (A == ACT_RELU || A == ACT_RELU2) grad = x <= 0.0f ? 0.0f : grad;
   return y;
 }
 
 // dy * act'(pre) from what the activation saves, its output or the pre-activation.
+template <int A = ACT>
 __device__ __forceinline__ float graded(float dy, float saved) {
-  if constexpr (ACT == ACT_RELU) return saved <= 0.0f ? 0.0f : dy;
-  if constexpr (ACT == ACT_LEAKY_RELU) return saved > 0.0f ? dy : 0.01f * dy;
-  if constexpr (ACT == ACT_RELU2 && ACT_FORM != FORM_FAST)
+  if constexpr (A == ACT_RELU) return saved <= 0.0f ? 0.0f : dy;
+  if constexpr (A == ACT_LEAKY_RELU) return saved > 0.0f ? dy : 0.01f * dy;
+  if constexpr (A == ACT_RELU2 && ACT_FORM != FORM_FAST)
     return saved <= 0.0f ? 0.0f : dy * (2.0f * saved);
-  if constexpr (ACT == ACT_SIGMOID) return dy * (saved * (1.0f - saved));
-  if constexpr (ACT == ACT_TANH) return dy * (1.0f - saved * saved);
-  if constexpr (ACT == ACT_SOFTPLUS) {  // 1 - exp(-y)
+  if constexpr (A == ACT_SIGMOID) return dy * (saved * (1.0f - saved));
+  if constexpr (A == ACT_TANH) return dy * (1.0f - saved * saved);
+  if constexpr (A == ACT_SOFTPLUS) {  // 1 - exp(-y)
     if constexpr (ACT_FORM != FORM_FAST) return dy * -expm1f(-saved);
     const float near = fmaf(fmaf(fmaf(-0.041666667f, saved, 0.16666667f), saved, -0.5f), saved, 1.0f);
     return dy * (saved < 0.0625f ? saved * near : 1.0f - decay(saved));
   }
   constexpr bool kFast = ACT_FORM == FORM_FAST;
-  if constexpr (!kFast && (ACT == ACT_SILU || ACT == ACT_QUICK_GELU)) {
-    const float z = ACT == ACT_SILU ? saved : 1.702f * saved, s = sigmoid(z);
+  if constexpr (!kFast && (A == ACT_SILU || A == ACT_QUICK_GELU)) {
+    const float z = A == ACT_SILU ? saved : 1.702f * saved, s = sigmoid(z);
     return dy * (s * (1.0f + z * (1.0f - s)));
   }
-  if constexpr (!kFast && ACT == ACT_GELU_TANH) {
+  if constexpr (!kFast && A == ACT_GELU_TANH) {
     constexpr float kLinear = 0.79788456080286536f, kCubic = 0.035677408136300125f;
     constexpr float kSlope = 0.10703222440890037f;
     if constexpr (ACT_FORM == FORM_QUOTIENT) {
@@ -302,7 +304,7 @@ __device__ __forceinline__ float graded(float dy, float saved) {
     const float slope = kLinear + kSlope * square;
     return dy * (0.5f * (1.0f + t) + 0.5f * saved * (1.0f - t * t) * slope);
   }
-  if constexpr (!kFast && ACT == ACT_GELU) {
+  if constexpr (!kFast && A == ACT_GELU) {
     if constexpr (ACT_FORM == FORM_QUOTIENT) {
       const float density = 0.3989422804014327f * expf(-0.5f * saved * saved);
       return dy * (0.5f * erfcf(-0.7071067811865476f * saved) + saved * density);
@@ -312,6 +314,6 @@ __device__ __forceinline__ float graded(float dy, float saved) {
     return dy * ((saved < 0.0f ? tail : 1.0f - tail) + saved * (0.3989422804014327f * bell));
   }
   float grad;
-  act_and_grad(saved, dy, grad);
+  act_and_grad<A>(saved, dy, grad);
   return grad;
 }

@@ -328,6 +328,11 @@ class TensorMap:
         given = f"dims={list(dims)}, strides={list(strides)}, box={list(box)}"
         _check(status, f"cuTensorMapEncodeTiled({given})")
 
+    def lie_at(self, pointer: int) -> None:
+        """Move the descriptor itself to other memory, on 64 bytes, that its owner keeps."""
+        ctypes.memmove(pointer, self.pointer, 128)
+        self.pointer = pointer
+
     def point_at(self, address: int) -> None:
         """Move the descriptor to another base address of the same layout."""
         if address != self._address:

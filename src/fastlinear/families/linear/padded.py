@@ -39,8 +39,10 @@ def forward(
     """(y, pre): x (M, K), weight (N, K), bias (N,) → y (M, N) and, if asked, pre (M, N)."""
     n, k = weight.shape
     if _writes_odd_rows(x):
-        return gemm.forward(_wide(x)[:, :k], _wide(weight)[:, :k], bias, activation, save_pre)
-    rows, turned = _wide(x), _wide(weight, padded_size(n))
+        return gemm.forward(
+            aligned_copy(x)[:, :k], aligned_copy(weight)[:, :k], bias, activation, save_pre
+        )
+    rows, turned = aligned_copy(x), aligned_copy(weight, padded_size(n))
     wide = bias
     if bias is not None and n % MULTIPLE:
         wide = bias.new_zeros(turned.shape[0])
@@ -52,12 +54,12 @@ def forward(
 
 def grad_input(dpre: Tensor, weight: Tensor) -> Tensor:
     """dx (M, K) = dpre (M, N) @ weight (N, K)."""
-    return _grad_input(_wide(dpre), dpre, weight)
+    return _grad_input(aligned_copy(dpre), dpre, weight)
 
 
 def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
     """dW (N, K) = dpreᵀ (N, M) @ x (M, K)."""
-    return _grad_weight(_wide(dpre), dpre, x)
+    return _grad_weight(aligned_copy(dpre), dpre, x)
 
 
 def backward(
@@ -77,7 +79,7 @@ def backward(
         )
     else:
         dpre, db = reference.grad_pre(dy, saved, activation, needs[2])
-        wide = _wide(dpre) if any(needs[:2]) else None
+        wide = aligned_copy(dpre) if any(needs[:2]) else None
     if wide is None:
         return None, None, db
     dx = _grad_input(wide, dy, weight) if needs[0] else None
@@ -89,19 +91,19 @@ def _grad_input(wide: Tensor, dpre: Tensor, weight: Tensor) -> Tensor:
     """dx of dpre, which ``wide`` is a padded copy of; of dpre itself only the kind is read."""
     n, k = weight.shape
     if _writes_odd_rows(dpre):
-        dx, _ = gemm.gemm(wide[:, :n], _wide(weight)[:, :k].t())
+        dx, _ = gemm.gemm(wide[:, :n], aligned_copy(weight)[:, :k].t())
         return dx
     run = _run("grad_input", dpre, weight, "none", True, True)
-    return _cut(run(wide, _wide(weight, padded_size(n))), k)
+    return _cut(run(wide, aligned_copy(weight, padded_size(n))), k)
 
 
 def _grad_weight(wide: Tensor, dpre: Tensor, x: Tensor) -> Tensor:
     n, k = dpre.shape[1], x.shape[1]
     if _writes_odd_rows(dpre):
-        dw, _ = gemm.gemm(wide[:, :n].t(), _wide(x)[:, :k].t())
+        dw, _ = gemm.gemm(wide[:, :n].t(), aligned_copy(x)[:, :k].t())
         return dw
     run = _run("grad_weight", dpre, x, "none", True, True)
-    return _cut(run(wide, _wide(x)), k, n)
+    return _cut(run(wide, aligned_copy(x)), k, n)
 
 
 def _writes_odd_rows(t: Tensor) -> bool:
@@ -118,8 +120,9 @@ def _has_kernels(t: Tensor) -> bool:
     return t.is_cuda and is_installed("triton")
 
 
-def _wide(t: Tensor, rows: int | None = None) -> Tensor:
-    """t (M, K) with zeros in columns K … up to a multiple and in rows M … ``rows``, dense."""
+def aligned_copy(t: Tensor, rows: int | None = None) -> Tensor:
+    """t (M, K) with zeros in columns K … up to a multiple and in rows M … ``rows``, dense; t itself
+    where nothing is to be added."""
     m, k = t.shape
     rows, columns = rows or m, padded_size(k)
     if (rows, columns) == (m, k) and t.is_contiguous():

@@ -30,7 +30,7 @@ from fastlinear.dispatch.drawn import Draw
 from fastlinear.families.linear import backends as linear_act
 from fastlinear.families.mlp import batch_invariant, layerwise, reference
 from fastlinear.families.mlp.cpu import whole as whole_cpp
-from fastlinear.families.mlp.cuda import backend
+from fastlinear.families.mlp.cuda import backend, rows_backend
 from fastlinear.families.mlp.problem import (
     NAME,
     PIECES,
@@ -185,6 +185,14 @@ FAMILY = register_family(
                 for p in PIECES
             ),
             _backend("forward", "whole_cuda", "cuda.backend", backend.reason_not, _CUDA_SOURCES),
+            *(
+                Backend(
+                    *(NAME, p, "rows_cuda", f"{_HERE}.cuda.rows_backend:{p}"),
+                    *(rows_backend.reason_not, (*_CUDA_SOURCES, *_LAYER_SOURCES)),
+                    on_request=True,  # until it was measured
+                )
+                for p in PIECES
+            ),
             Backend(
                 *(NAME, "forward", BATCH_INVARIANT, f"{_HERE}.batch_invariant:forward"),
                 *(batch_invariant.reason_not, _LAYER_SOURCES),

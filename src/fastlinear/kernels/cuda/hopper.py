@@ -1,7 +1,7 @@
 """GEMM kernels for Hopper: what their hosts share.
 
-Device code that they share lies in ``hopper_words.h``, ``hopper_gemm.h``, ``hopper_kernel.h`` and
-``activations/cuda.h``.
+Device code that they share lies in ``hopper_words.h``, ``hopper_async.h``, ``hopper_gemm.h``,
+``hopper_kernel.h`` and ``activations/cuda.h``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ SHARED_LIMIT = 232_448
 HALF_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 WORDS = Path(__file__).with_name("hopper_words.h")
 """What sources of kernels begin with, behind their macros."""
+ASYNC = Path(__file__).with_name("hopper_async.h")
+"""Barriers, TMA and wgmma, behind that."""
 _HEADERS = (
-    WORDS,
+    *(WORDS, ASYNC),
     *(Path(__file__).with_name(name) for name in ("hopper_gemm.h", "hopper_kernel.h")),
     CUDA_HEADER,
 )
@@ -61,7 +63,7 @@ def device_source(
     }
     defines = "".join(f"#define {name} {value}\n" for name, value in all_macros.items())
     texts = [path.read_text() for path in (*_HEADERS, kernel)]
-    return defines + _wgmma_source(bn, dtype, a_mn, b_mn) + "".join(texts)
+    return defines + wgmma_source(bn, dtype, a_mn, b_mn) + "".join(texts)
 
 
 def operand_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[bool, int] | None:
@@ -78,7 +80,7 @@ def operand_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[bo
     return None
 
 
-def _wgmma_source(n: int, dtype: torch.dtype, a_mn: bool, b_mn: bool) -> str:
+def wgmma_source(n: int, dtype: torch.dtype, a_mn: bool, b_mn: bool) -> str:
     """wgmma(acc, desc_a, desc_b): acc (64, n) += A (64, 16) B (n, 16)ᵀ; wgmma_first: acc = A Bᵀ."""
     count = n // 2
     kind = "bf16" if dtype == torch.bfloat16 else "f16"

@@ -1,0 +1,240 @@
+"""Many rows through a chain in one kernel, forward or backward, 16 bits: kernels and their sizes.
+
+``rows.cu`` carries rows through all layers in shared memory, ``row_grads.cu`` has the gradients of
+all weights and biases. Touches no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from fastlinear.activations.reference import CODES, CUDA_HEADER, cuda_macros
+from fastlinear.activations.reference import activation as activation_of
+from fastlinear.kernels.cuda.hopper import ASYNC, SHARED_LIMIT, WORDS, wgmma_source
+
+Widths = tuple[int, ...]
+
+KERNEL, GRADS_KERNEL, SUMS_KERNEL = "whole_mlp_rows", "whole_mlp_row_grads", "whole_mlp_row_sums"
+MAX_STEPS = 16
+MAX_WIDTH = 512
+GRADS_THREADS = 384
+GRADS_STAGES = 4
+GRADS_SHARED = GRADS_STAGES * (6 * 8192 + 16) + 1024
+
+_HERE = Path(__file__)
+_SHARED_SOURCES = (WORDS, CUDA_HEADER, ASYNC)
+_BLOCK_BYTES = 64 * 128
+_CHUNK = 4
+# Registers of a producer's and of a consumer's threads; 0 where all have what the launch gives.
+_REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
+_MOST_BLOCKS = {1: 8, 2: 8, 3: 3, 4: 2}  # of columns, whose sums fit those registers
+
+# In clocks of a multiprocessor: what wgmma takes for 16 numbers of 64 rows and 8 columns, the rest
+# of a step for each 64 columns, the wait for a step's end, and a round's rows from memory.
+_PRODUCT, _FINISH, _STEP, _ROUND = 4.0, 150.0, 500.0, 1500.0
+_L2_BYTES = 28.0  # a clock and multiprocessor
+_ADDED_BYTES = 16.0  # of sums of slices, written and read again
+
+
+def blocks_of(width: int) -> int:
+    """Blocks of 64 columns that hold a width."""
+    return -(-width // 64)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a launch of ``rows.cu`` is shared out.
+
+    Attributes:
+        consumers: warpgroups of a block, of 64 rows each.
+        cluster: blocks that share the weights' tiles.
+        stages: slots of the ring.
+        turns: whether two consumers take turns at the tensor cores.
+    """
+
+    consumers: int = 2
+    cluster: int = 2
+    stages: int = 4
+    turns: bool = True
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 128 * (self.consumers + 1)
+
+    def resident(self, widths: Widths) -> bool:
+        """Whether the ring holds all tiles."""
+        return self.stages == tiles_of(widths)
+
+    def shared_bytes(self, widths: Widths, backward: bool, staged: bool) -> int:
+        """Dynamic shared memory."""
+        slots = self.stages * (_slot_blocks(widths) * _BLOCK_BYTES + 16)
+        rows = self.consumers * _BLOCK_BYTES * (max(map(blocks_of, widths)) + staged)
+        return slots + rows + (0 if backward else 2 * _biases(widths))
+
+    def invalid(self, widths: Widths, backward: bool, staged: bool) -> str | None:
+        """Why this configuration cannot be built, or None."""
+        steps = len(widths) - 1
+        if not 1 <= steps <= MAX_STEPS:
+            return f"{steps} layers are not 1 to {MAX_STEPS}"
+        if not 1 <= min(widths) <= max(widths) <= MAX_WIDTH:
+            return f"widths of {min(widths)} to {max(widths)} are not 1 to {MAX_WIDTH}"
+        if self.consumers not in _REGISTERS or self.cluster not in (1, 2, 4):
+            return f"{self.consumers} consumers, a cluster of {self.cluster}"
+        if self.turns and self.consumers != 2:
+            return "turns are for two consumers"
+        blocks = max(map(blocks_of, widths[1:]))
+        if blocks > _MOST_BLOCKS[self.consumers]:
+            return f"{64 * blocks} columns do not fit the registers of {self.consumers} consumers"
+        needed = self.shared_bytes(widths, backward, staged)
+        if self.stages < (1 if self.resident(widths) else 2) or needed > SHARED_LIMIT:
+            return f"{needed} bytes of shared memory, {self.stages} stages"
+        return None
+
+    def clocks(self, rows: int, widths: Widths, units: int) -> float:
+        """How long a launch takes, by a model."""
+        blocks = -(-rows // (64 * self.consumers))
+        rounds = -(-blocks // (units // self.cluster * self.cluster))
+        round_clocks = _ROUND
+        for k, n in pairwise(widths):
+            k_blocks, n_blocks = blocks_of(k), blocks_of(n)
+            product = k_blocks * 4 * n_blocks * 8 * _PRODUCT
+            alone = product + n_blocks * _FINISH + _STEP
+            read = 0.0
+            if not self.resident(widths):
+                read = k_blocks * n_blocks * _BLOCK_BYTES / (self.cluster * _L2_BYTES)
+            round_clocks += max(alone, product * self.consumers, read)
+        filled = tiles_of(widths) if self.resident(widths) else self.stages
+        return rounds * round_clocks + filled * _slot_blocks(widths) * _BLOCK_BYTES / _L2_BYTES
+
+
+def tiles_of(widths: Widths) -> int:
+    """Tiles of weights of a round."""
+    return sum(blocks_of(k) * -(-blocks_of(n) // _CHUNK) for k, n in pairwise(widths))
+
+
+def _slot_blocks(widths: Widths) -> int:
+    """Blocks of 64 columns in the largest tile."""
+    return min(_CHUNK, max(map(blocks_of, widths[1:])))
+
+
+def _biases(widths: Widths) -> int:
+    """Numbers of all biases, each padded to 64."""
+    return 64 * sum(map(blocks_of, widths[1:]))
+
+
+def _candidates(widths: Widths, backward: bool, staged: bool) -> Iterator[Rows]:
+    for consumers in _REGISTERS:
+        for cluster in (1, 2, 4):
+            most = tiles_of(widths)
+            while most > 0:
+                found = Rows(consumers, cluster, most, consumers == 2)
+                if found.invalid(widths, backward, staged) is None:
+                    yield found
+                    break
+                most -= 1
+
+
+@cache
+def rows_for(rows: int, widths: Widths, backward: bool, staged: bool, units: int) -> Rows | None:
+    """The configuration that is predicted to take the least time; None where there is none."""
+    found = list(_candidates(widths, backward, staged))
+    return min(found, key=lambda c: c.clocks(rows, widths, units), default=None)
+
+
+def source(
+    rows: Rows,
+    widths: Widths,
+    dtype: torch.dtype,
+    activation: str,
+    final_activation: str,
+    backward: bool = False,
+    staged: bool = False,
+) -> str:
+    """The complete CUDA C++ source of one specialisation of ``rows.cu``.
+
+    Args:
+        rows: how the launch is shared out.
+        widths: of the kernel's steps; of these it keeps how many tiles there are, not their sizes.
+        dtype: bfloat16 or float16.
+        activation, final_activation: of hidden layers and of the last.
+        backward: whether steps are layers from the last to the first, without their activations.
+        staged: whether anything is written aside.
+    """
+    producer, consumer = _REGISTERS[rows.consumers]
+    blocks = list(map(blocks_of, widths))
+    macros = {
+        "IS_BF16": int(dtype == torch.bfloat16),
+        "BACKWARD": int(backward),
+        "CONSUMERS": rows.consumers,
+        "CLUSTER": rows.cluster,
+        "STAGES": rows.stages,
+        "SLOT_BLOCKS": _slot_blocks(widths),
+        "ROW_BLOCKS": max(blocks),
+        "RESIDENT": int(rows.resident(widths)),
+        "TURNS": int(rows.turns),
+        "STAGED": int(staged),
+        "RECOMPUTE": int(activation_of(activation).saved == "pre"),
+        "BIASES": 0 if backward else _biases(widths),
+        "MAX_STEPS": MAX_STEPS,
+        "HIDDEN": sum(1 << b for b in set(blocks[1:-1])),
+        "LAST": 1 << blocks[-1],
+        "PRODUCER_REGISTERS": producer,
+        "CONSUMER_REGISTERS": consumer,
+        **cuda_macros("fast", activation),
+        "FINAL": CODES[final_activation],
+    }
+    products = {min(b, _CHUNK) for b in blocks[1:]} | {b - _CHUNK for b in blocks if b > _CHUNK}
+    return (
+        "".join(f"#define {k} {v}\n" for k, v in macros.items())
+        + "".join(wgmma_source(64 * b, dtype, False, backward) for b in sorted(products))
+        + "".join(path.read_text() for path in (*_SHARED_SOURCES, _HERE.with_name("rows.cu")))
+    )
+
+
+def grads_source(dtype: torch.dtype) -> str:
+    """The complete CUDA C++ source of ``row_grads.cu``."""
+    macros = {
+        "IS_BF16": int(dtype == torch.bfloat16),
+        "STAGES": GRADS_STAGES,
+        "MAX_LAYERS": MAX_STEPS,
+        **cuda_macros("fast"),
+    }
+    return (
+        "".join(f"#define {k} {v}\n" for k, v in macros.items())
+        + wgmma_source(8, dtype, True, False)
+        + "".join(wgmma_source(64 * b, dtype, True, True) for b in range(1, _CHUNK + 1))
+        + "".join(path.read_text() for path in (*_SHARED_SOURCES, _HERE.with_name("row_grads.cu")))
+    )
+
+
+def slices_for(rows: int, shapes: Sequence[tuple[int, int]], units: int) -> list[int]:
+    """Into how many slices of the rows each dW (n, k) is divided: the least predicted time."""
+    steps = blocks_of(rows)
+    layers = [
+        (-(-blocks_of(n) // 2) * -(-blocks_of(k) // _CHUNK), min(_CHUNK, blocks_of(k)), n * k + n)
+        for n, k in shapes
+    ]
+
+    def clocks(slices: Sequence[int]) -> float:
+        blocks = sum(tiles * s for (tiles, _, _), s in zip(layers, slices, strict=True))
+        longest = max(
+            -(-steps // s) * max(8 * _PRODUCT * width * 8, (2 + width) * _BLOCK_BYTES / _L2_BYTES)
+            for (_, width, _), s in zip(layers, slices, strict=True)
+        )
+        sums = sum(s * size for (_, _, size), s in zip(layers, slices, strict=True) if s > 1)
+        added = _ROUND + sums * _ADDED_BYTES / (_L2_BYTES * units) if sums else 0.0
+        return -(-blocks // units) * (longest + _ROUND) + added
+
+    def sliced(each: int) -> list[int]:
+        """Slices of about ``each`` steps of the widest tiles."""
+        return [max(1, -(-steps * width // (each * _CHUNK))) for _, width, _ in layers]
+
+    candidates = {max(1, -(-steps // parts)) for parts in range(1, 129)}
+    return min(map(sliced, sorted(candidates, reverse=True)), key=clocks)

@@ -1,0 +1,313 @@
+"""Backend ``rows_cuda`` of mlp: many rows through all layers in one kernel for Hopper, 16 bits.
+
+Forward: one launch, in which hidden activations stay in shared memory. Backward: one launch for dy
+→ dpre of every layer → dx, one for all dW and db over slices of the rows, one that adds the slices
+up in their order. Weights whose rows do not begin on 16 bytes are copied first, and x of such rows
+before the gradient of the first weight.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.activations.reference import activation as activation_of
+from fastlinear.core.device import device_facts
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.problem import Problem
+from fastlinear.families.linear.padded import aligned_copy
+from fastlinear.families.linear.padded_problem import padded_size
+from fastlinear.families.mlp.cuda.rows import (
+    GRADS_KERNEL,
+    GRADS_SHARED,
+    KERNEL,
+    MAX_STEPS,
+    MAX_WIDTH,
+    SUMS_KERNEL,
+    Rows,
+    Widths,
+    grads_source,
+    rows_for,
+    slices_for,
+    source,
+)
+from fastlinear.families.mlp.cuda.rows_plans import GradsPlan, RowsPlan
+from fastlinear.families.mlp.problem import layer_activations, widths_of
+from fastlinear.families.mlp.reference import Biases, Needs, Weights, first_needed, layer_input
+from fastlinear.kernels.cuda.hopper import ARCH, HALF_DTYPES
+from fastlinear.kernels.cuda.prepared import Plans
+from fastlinear.native import cuda_driver as driver
+
+_NAME = "mlp (rows_cuda backend)"
+_kernels: dict[Any, driver.Kernel] = {}
+_plans: Plans[RowsPlan] = Plans()
+_grads_plans: Plans[GradsPlan] = Plans()
+
+
+def reason_not(p: Problem) -> str | None:
+    """Why this backend cannot serve the Problem, or None."""
+    if p.device != "cuda":
+        return "its kernels run on CUDA devices only"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"needs compute capability 9.0 (Hopper), not {capability[0]}.{capability[1]}"
+    if p.dtype not in HALF_DTYPES.values():
+        return f"no kernel for {p.dtype}"
+    widths, rows = widths_of(p), p.dim("M")
+    if not 2 <= len(widths) - 1 <= MAX_STEPS:
+        return f"{len(widths) - 1} layers are not 2 to {MAX_STEPS}"
+    if min(widths) < 1 or rows < 1:
+        return "an empty dimension"
+    if max(widths) > MAX_WIDTH:
+        return f"a width of {max(widths)} is more than the {MAX_WIDTH} that stay on the chip"
+    if rows >= 1 << 30:
+        return "needs fewer than 2^30 rows"
+    return None
+
+
+def forward(
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    final_activation: str,
+    save: bool,
+    *,
+    config: Rows | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """h_{i+1} = act_i(h_i W_iᵀ + b_i) for all layers, float32 accumulation.
+
+    Args:
+        x: (M, n_0) bfloat16 or float16; columns that do not lie side by side are copied.
+        weights: per layer (n_{i+1}, n_i), x's dtype.
+        biases: per layer (n_{i+1},) or None.
+        activation, final_activation: names, for hidden layers and the last.
+        save: whether to keep what the backward reads.
+        config: launch configuration; None picks one.
+
+    Returns:
+        y (M, n_L), and per layer (M, n_{i+1}) its pre-activation or output (() unless ``save``).
+
+    Raises:
+        UnsupportedError: where no configuration holds the chain.
+    """
+    x = _rows(x)
+    names = layer_activations(len(weights), activation, final_activation)
+    widths = (x.shape[1], *(w.shape[0] for w in weights))
+    pre = [save and activation_of(name).saved == "pre" for name in names]
+    last = len(weights) - 1
+    made = [x.new_empty(x.shape[0], n) for n in widths[1:]] if save else []
+    y = made[-1] if save and not pre[-1] else x.new_empty(x.shape[0], widths[-1])
+    given: list[Tensor | None] = [x, None, None]
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        out = y if i == last else made[i] if save and not pre[i] else None
+        aside = made[i] if pre[i] else None
+        given += [_aligned(weight), _dense(bias), out, aside, None]
+    _launch(given, widths, widths, (activation, final_activation), False, any(pre), config)
+    return y, tuple(made)
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weights: Weights,
+    saved: tuple[Tensor, ...],
+    activation: str,
+    final_activation: str,
+    needs: Needs,
+    *,
+    config: Rows | None = None,
+) -> tuple[Tensor | None, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """Gradients of ``forward``: (dx, dWs, dbs), each None where ``needs`` does not ask for it.
+
+    Args:
+        dy: (M, n_L) of any strides.
+        x, weights: as given to ``forward``.
+        saved: as ``forward`` gives it.
+        activation, final_activation: names.
+        needs: (x, per layer weight, per layer bias).
+        config: configuration of the launch that goes down the layers; None picks one.
+
+    Accumulates in float32, in a fixed order: results are deterministic.
+
+    Raises:
+        UnsupportedError: where no configuration holds the chain.
+    """
+    need_x, need_ws, need_bs = needs
+    rows, layers = x.shape[0], len(weights)
+    x, dy = _rows(x), _rows(dy)
+    stored = tuple([t.contiguous() for t in saved])
+    names = layer_activations(layers, activation, final_activation)
+    stop = first_needed(needs)
+    wanted = [i for i in range(stop, layers) if need_ws[i] or need_bs[i]]
+    dpres: list[Tensor | None] = [None] * layers
+    inputs: list[Tensor | None] = [None] * layers
+    if stop < layers and need_ws[stop]:
+        inputs[stop] = layer_input(stop, x, stored, names)
+    for i in wanted:
+        dpres[i] = _pitched(dy, weights[i].shape[0])
+    graded = activation_of(names[-1]).saved != "none"
+    if not graded and _on_16_bytes(dy):
+        dpres[-1] = dy  # as it comes
+    made = None if dpres[-1] is dy else dpres[-1]
+    given: list[Tensor | None] = [dy, stored[-1] if graded else None, made]
+    widths, pitches = [dy.shape[1]], [1 if made is None else made.stride(0)]
+    dx = None
+    for i in reversed(range(stop + (not need_x), layers)):
+        n = weights[i].shape[1]
+        below = activation_of(activation).saved
+        aside = None
+        out: Tensor | None
+        if i == 0:
+            out = dx = dy.new_empty(rows, n)
+        else:
+            out = dpres[i - 1]
+            if need_ws[i] and (below == "pre" or n % 8):  # as dW's product reads it
+                aside = _pitched(dy, n)
+            if need_ws[i]:
+                inputs[i] = stored[i - 1] if aside is None else aside
+        read = stored[i - 1] if i and (below != "none" or aside is not None) else None
+        given += [_aligned(weights[i]), None, out, aside, read]
+        widths.append(n)
+        pitches.append(n if i == 0 else padded_size(n))
+    if len(widths) == 1:
+        dpres[-1] = _last(dy, stored[-1], names[-1])
+    else:
+        staged = any(t is not None for t in given[6::5])
+        kinds = activation, final_activation
+        _launch(given, tuple(widths), tuple(pitches), kinds, True, staged, config)
+    dws: list[Tensor | None] = [None] * layers
+    dbs: list[Tensor | None] = [None] * layers
+    if wanted:
+        for i in wanted:
+            n, k = weights[i].shape
+            dws[i] = dy.new_empty(n, k) if need_ws[i] else None
+            dbs[i] = dy.new_empty(n) if need_bs[i] else None
+        _grads(wanted, dpres, inputs, dws, dbs)
+    return dx, tuple(dws), tuple(dbs)
+
+
+def _last(dy: Tensor, saved: Tensor, activation: str) -> Tensor:
+    """dpre of the last layer alone, in rows that begin on 16 bytes."""
+    act = activation_of(activation)
+    return _aligned(dy if act.saved == "none" else act.backward(dy, saved))
+
+
+def _launch(
+    given: list[Tensor | None],
+    widths: Widths,
+    pitches: tuple[int, ...],
+    names: tuple[str, str],
+    backward: bool,
+    staged: bool,
+    config: Rows | None,
+) -> None:
+    """A launch of ``rows.cu`` on tensors in the order of ``RowsPlan``."""
+    into = given[0]
+    assert into is not None
+    rows, device = into.shape[0], into.device
+    index = device.index
+    lies = tuple([None if t is None else t.stride(0) for t in (into, *given[3::5])])
+    absent = tuple([t is None for t in given])
+    key = widths, pitches, rows, into.dtype, index, names, backward, lies, absent, config
+
+    def plan() -> RowsPlan:
+        units = device_facts(device).units
+        chosen = config or rows_for(rows, widths, backward, staged, units)
+        reason = "no configuration fits a multiprocessor"
+        if chosen is not None:
+            reason = chosen.invalid(widths, backward, staged) or ""
+        if reason or chosen is None:
+            raise UnsupportedError(_NAME, "a chain that it can hold", reason, _REMEDY)
+        text = source(chosen, widths, into.dtype, *names, backward, staged)
+        shared = chosen.shared_bytes(widths, backward, staged)
+        kernel = _kernel(text, KERNEL, shared, index)
+        return RowsPlan(kernel, chosen, widths, pitches, given)
+
+    _plans.of(key, plan).run(*given)
+
+
+def _grads(
+    wanted: list[int],
+    dpres: list[Tensor | None],
+    inputs: list[Tensor | None],
+    dws: list[Tensor | None],
+    dbs: list[Tensor | None],
+) -> None:
+    """All dW and db, by the launches of ``row_grads.cu``."""
+    given: list[Tensor | None] = [None]
+    shapes = []
+    for i in wanted:
+        dpre, entering = dpres[i], inputs[i]
+        assert dpre is not None
+        if entering is None:  # only db is wanted: any input does
+            entering = dpre
+        elif not _on_16_bytes(entering):
+            entering = aligned_copy(entering)[:, : entering.shape[1]]
+        given += [dpre, entering, dws[i], dbs[i]]
+        shapes.append((dpre.shape[1], entering.shape[1]))
+    first = given[1]
+    assert first is not None
+    device, rows = first.device, first.shape[0]
+    lies = [None if t is None else t.stride(0) for t in given]
+    key = tuple(shapes), rows, first.dtype, device.index, tuple(lies)
+
+    def plan() -> GradsPlan:
+        text = grads_source(first.dtype)
+        kernels = (
+            _kernel(text, GRADS_KERNEL, GRADS_SHARED, device.index),
+            _kernel(text, SUMS_KERNEL, 0, device.index),
+        )
+        return GradsPlan(kernels, slices_for(rows, shapes, device_facts(device).units), given)
+
+    found = _grads_plans.of(key, plan)
+    if found.parts:
+        given[0] = torch.empty(found.parts, dtype=torch.float32, device=device)
+    found.run(*given)
+
+
+def _kernel(text: str, name: str, shared: int, device: int) -> driver.Kernel:
+    kernel = _kernels.get((text, name, shared, device))
+    if kernel is None:
+        with driver.loading_allowed():
+            driver.make_current(device)
+            kernel = driver.Kernel(_cubin(text), name, shared, device)
+        _kernels[text, name, shared, device] = kernel
+    return kernel
+
+
+@cache
+def _cubin(text: str) -> bytes:
+    return driver.compile_cubin(text, "rows.cu", ARCH)
+
+
+_REMEDY = "Choose another backend or leave the choice to dispatch."
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+
+
+def _dense(bias: Tensor | None) -> Tensor | None:
+    return bias if bias is None or bias.is_contiguous() else bias.contiguous()
+
+
+def _on_16_bytes(t: Tensor) -> bool:
+    """Whether TMA can read rows of t."""
+    apart = t.stride(0) >= t.shape[1] and t.stride(0) % 8 == 0
+    return t.stride(1) == 1 and apart and t.data_ptr() % 16 == 0
+
+
+def _aligned(weight: Tensor) -> Tensor:
+    """A weight as TMA reads it: rows of contiguous numbers that begin on 16 bytes."""
+    return weight if _on_16_bytes(weight) else aligned_copy(weight)[:, : weight.shape[1]]
+
+
+def _pitched(like: Tensor, columns: int) -> Tensor:
+    """New memory (M, columns) whose rows begin on 16 bytes."""
+    return like.new_empty(like.shape[0], padded_size(columns))[:, :columns]

@@ -1,0 +1,198 @@
+"""Prepared launches of ``rows.cu`` and ``row_grads.cu``: fixed shapes, any addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from itertools import accumulate
+
+from torch import Tensor
+
+from fastlinear.core.precision import DTYPE_NAMES
+from fastlinear.families.mlp.cuda.rows import (
+    GRADS_THREADS,
+    MAX_STEPS,
+    Rows,
+    Widths,
+    blocks_of,
+)
+from fastlinear.kernels.cuda.prepared import Place, Prepared
+from fastlinear.native import cuda_driver as driver
+
+_MAP_BYTES = 128  # of a TMA descriptor
+_SUMS_THREADS = 256
+_ANY = 1  # address bits that kernels take as they come: rows may begin anywhere
+
+
+class Block:
+    """A kernel's one argument: a struct that holds TMA descriptors, addresses and numbers."""
+
+    def __init__(self, size: int) -> None:
+        memory = (ctypes.c_char * (size + 64))()
+        skipped = -ctypes.addressof(memory) % 64
+        self.argument = (ctypes.c_char * size).from_buffer(memory, skipped)  # keeps the memory
+        self.base = ctypes.addressof(self.argument)
+        self.places: list[tuple[Place, int]] = []
+        self.masks: dict[int, int] = {}
+
+    def map(self, at: int, of: driver.TensorMap, tensor: int) -> None:
+        """A descriptor of the tensor of that number."""
+        of.lie_at(self.base + at)
+        self.places.append((of, tensor))
+
+    def address(self, at: int, tensor: int) -> None:
+        """The address of the tensor of that number, in any alignment."""
+        self.places.append((ctypes.c_void_p.from_address(self.base + at), tensor))
+        self.masks.setdefault(tensor, _ANY)
+
+    def numbers(self, at: int, form: str, *values: int) -> None:
+        """Numbers, as ``struct`` packs them."""
+        struct.pack_into("<" + form, self.argument, at, *values)
+
+
+# weight[] | in, bias[], out[], aside[], saved[], in_saved, in_out | in_stride | rows, steps,
+# width[], pitch[]
+_IN = _MAP_BYTES * MAX_STEPS
+_BIAS, _OUT, _ASIDE, _SAVED = (_IN + 8 + 8 * MAX_STEPS * i for i in range(4))
+_IN_SAVED = _SAVED + 8 * MAX_STEPS
+_IN_STRIDE = _IN_SAVED + 16
+_SIZES = _IN_STRIDE + 8
+_PITCHES = _SIZES + 4 * (3 + MAX_STEPS)
+ROWS_BYTES = -(-(_PITCHES + 4 * (1 + MAX_STEPS)) // 64) * 64
+
+
+class RowsPlan:
+    """A launch of ``rows.cu``. Its tensors, in this order: in, in_saved, in_out, then for each step
+    weight, bias, out, aside, saved; None for what there is not.
+
+    Args:
+        kernel: in this configuration.
+        rows: the configuration.
+        widths: of the steps.
+        pitches: elements from row to row of in_out, then of every step's out and aside.
+        given: tensors of the kind.
+    """
+
+    def __init__(
+        self,
+        kernel: driver.Kernel,
+        rows: Rows,
+        widths: Widths,
+        pitches: Sequence[int],
+        given: Sequence[Tensor | None],
+    ) -> None:
+        into = given[0]
+        assert into is not None
+        dtype, device, steps = DTYPE_NAMES[into.dtype], kernel.device, len(widths) - 1
+        block = Block(ROWS_BYTES)
+        for at, tensor in ((_IN, 0), (_IN_SAVED, 1), (_IN_SAVED + 8, 2)):
+            block.address(at, tensor)
+        for s in range(steps):
+            weight = given[3 + 5 * s]
+            assert weight is not None
+            (n, k), stride, address = weight.shape, weight.stride(0), weight.data_ptr()
+            shape = dtype, n, k, stride, 64 // rows.cluster, 64, address, device
+            block.map(_MAP_BYTES * s, driver.TensorMap(*shape), 3 + 5 * s)
+            for i, at in enumerate((_BIAS, _OUT, _ASIDE, _SAVED), 1):
+                block.address(at + 8 * s, 3 + 5 * s + i)
+        block.numbers(_IN_STRIDE, "q", into.stride(0))
+        block.numbers(_SIZES, f"{2 + len(widths)}i", into.shape[0], steps, *widths)
+        block.numbers(_PITCHES, f"{len(pitches)}i", *pitches)
+        launch = driver.Launch(kernel, rows.threads, rows.cluster, [block.argument])  # type: ignore[list-item]
+        blocks = -(-into.shape[0] // (64 * rows.consumers))
+        clusters = min(-(-blocks // rows.cluster), launch.max_clusters())
+        launch.set_grid(clusters * rows.cluster)
+        launch.begin_early()
+        self.run = Prepared(launch, device, block.places, block.masks)
+
+
+# dpre[], input[] | weight[], bias[], parts | parts_at[] | rows, layers, n[], k[], slices[],
+# slice_rows[], first[]
+_WEIGHT = 2 * _MAP_BYTES * MAX_STEPS
+_BIAS_GRAD = _WEIGHT + 8 * MAX_STEPS
+_PARTS = _BIAS_GRAD + 8 * MAX_STEPS
+_PARTS_AT = _PARTS + 8
+_GRADS_SIZES = _PARTS_AT + 8 * MAX_STEPS
+_GRADS_BYTES = -(-(_GRADS_SIZES + 4 * (3 + 5 * MAX_STEPS)) // 64) * 64
+
+
+class GradsPlan:
+    """The launches of ``row_grads.cu``. Their tensors, in this order: parts, then for each layer
+    dpre, input, dW, db; None for what is not wanted.
+
+    Args:
+        kernels: of the products and of the sums.
+        slices: of the rows, for each layer.
+        given: tensors of the kind, but for parts.
+    """
+
+    def __init__(
+        self,
+        kernels: tuple[driver.Kernel, driver.Kernel],
+        slices: Sequence[int],
+        given: Sequence[Tensor | None],
+    ) -> None:
+        dpres, inputs = given[1::4], given[2::4]
+        m, ns, ks = _rows_of(dpres), _columns_of(dpres), _columns_of(inputs)
+        tiles = [-(-blocks_of(n) // 2) * -(-blocks_of(k) // 4) for n, k in zip(ns, ks, strict=True)]
+        rows = [-(-blocks_of(m) // s) * 64 for s in slices]
+        counts = [-(-m // each) for each in rows]
+        sizes = [n * k + n for n, k in zip(ns, ks, strict=True)]
+        places = [0, *accumulate(c * n if c > 1 else 0 for c, n in zip(counts, sizes, strict=True))]
+        firsts = [0, *accumulate(t * c for t, c in zip(tiles, counts, strict=True))]
+        tables = ns, ks, counts, rows, firsts
+
+        def prepared(kernel: driver.Kernel, threads: int, grid: Sequence[int]) -> Prepared:
+            block = _grads_block(given, kernel.device, m, places, tables)
+            launch = driver.Launch(kernel, threads, 1, [block.argument])  # type: ignore[list-item]
+            launch._config.grid[: len(grid)] = grid
+            launch.begin_early()
+            return Prepared(launch, kernel.device, block.places, block.masks)
+
+        self.parts = places[-1]
+        self._runs = [prepared(kernels[0], GRADS_THREADS, firsts[-1:])]
+        if self.parts:
+            grid = -(-max(sizes) // _SUMS_THREADS), len(ns)
+            self._runs.append(prepared(kernels[1], _SUMS_THREADS, grid))
+
+    def run(self, *tensors: Tensor | None) -> None:
+        """Both launches."""
+        for launch in self._runs:
+            launch(*tensors)
+
+
+def _grads_block(
+    given: Sequence[Tensor | None],
+    device: int,
+    rows: int,
+    places: Sequence[int],
+    tables: Sequence[Sequence[int]],
+) -> Block:
+    """The argument of either launch."""
+    block = Block(_GRADS_BYTES)
+    block.address(_PARTS, 0)
+    layers = (len(given) - 1) // 4
+    for i in range(layers):
+        for which in (0, 1):
+            t = given[1 + 4 * i + which]
+            assert t is not None
+            shape = DTYPE_NAMES[t.dtype], *t.shape, t.stride(0), 64, 64, t.data_ptr(), device
+            at = _MAP_BYTES * (i + MAX_STEPS * which)
+            block.map(at, driver.TensorMap(*shape), 1 + 4 * i + which)
+        block.address(_WEIGHT + 8 * i, 3 + 4 * i)
+        block.address(_BIAS_GRAD + 8 * i, 4 + 4 * i)
+    block.numbers(_PARTS_AT, f"{layers}q", *places[:layers])
+    block.numbers(_GRADS_SIZES, "2i", rows, layers)
+    for i, values in enumerate(tables):
+        at = _GRADS_SIZES + 8 + 4 * MAX_STEPS * i
+        block.numbers(at, f"{len(values)}i", *values)
+    return block
+
+
+def _rows_of(tensors: Sequence[Tensor | None]) -> int:
+    return next(t.shape[0] for t in tensors if t is not None)
+
+
+def _columns_of(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [t.shape[1] for t in tensors if t is not None]

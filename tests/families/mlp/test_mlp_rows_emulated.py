@@ -1,0 +1,276 @@
+"""The CUDA C++ of ``rows_cuda`` run on a CPU, thread by thread: its launches, tiles, rings, turns.
+
+What cannot be seen so is whether the instructions do what ``emulated_hopper.h`` says they do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastlinear.activations.reference import CUDA_HEADER
+from fastlinear.core.compare import judge
+from fastlinear.families.mlp import reference
+from fastlinear.families.mlp.cuda import rows, rows_backend, rows_plans
+from fastlinear.families.mlp.cuda.rows import Rows
+from fastlinear.kernels.cuda.hopper import ASYNC, WORDS
+from fastlinear.native import cuda_driver as driver
+
+if not shutil.which("g++"):
+    pytest.skip("needs a C++ compiler", allow_module_level=True)
+
+_EMULATED = Path(__file__).parents[2] / "kernels" / "emulated_hopper.h"
+_BUILT: dict[str, ctypes.CDLL] = {}
+_INSTRUCTIONS = {
+    'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = exp2f(x);",
+    'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = 1.0f / x;",
+}
+_MAIN = """
+Params given;
+void body() {{
+  {name}(given);
+  fibers[current].done = true;
+}}
+extern "C" void launch(const void* params, int size, int blocks, int layers) {{
+  if (size != sizeof(Params)) abort();
+  memcpy(&given, params, sizeof(given));
+  run_grid(blocks, layers, body);
+}}
+"""
+
+
+def emulated_source(text: str, name: str, threads: int) -> str:
+    """A kernel's source for a CPU: in place of PTX, what emulates it."""
+    macros = "".join(line for line in text.splitlines(True) if line.startswith("#define"))
+    kernel = text[text.index(ASYNC.read_text()) + len(ASYNC.read_text()) :]
+    assert WORDS.read_text() in text
+    activations = CUDA_HEADER.read_text()
+    for ptx, meant in _INSTRUCTIONS.items():
+        assert ptx in activations
+        activations = activations.replace(ptx, meant)
+    if "#define CLUSTER" not in macros:
+        macros += "#define CLUSTER 1\n"
+    head = macros + f"#define EMULATED_THREADS {threads}\n" + _EMULATED.read_text()
+    return head + activations + kernel + _MAIN.format(name=name)
+
+
+class Map(driver.TensorMap):
+    """A TMA descriptor of rows of 64 numbers, as ``emulated_hopper.h`` reads it."""
+
+    def __init__(
+        self,
+        _dtype: str,
+        n: int,
+        k: int,
+        stride: int,
+        box_rows: int,
+        box_columns: int,
+        address: int,
+        _device: int,
+    ) -> None:
+        assert box_columns == 64
+        assert stride % 8 == 0
+        assert address % 16 == 0
+        self._facts = stride, n, k, box_rows
+        self._own = ctypes.create_string_buffer(128)
+        self.pointer = ctypes.addressof(self._own)
+        self.point_at(address)
+
+    def point_at(self, address: int) -> None:
+        assert address % 16 == 0
+        ctypes.memmove(self.pointer, struct.pack("<Qqiii", address, *self._facts), 28)
+
+
+class Launch:
+    """``cuda_driver.Launch`` of a kernel compiled for the CPU."""
+
+    def __init__(self, kernel: Any, threads: int, cluster: int, arguments: Any) -> None:
+        self._text, self._name, self._threads = kernel.text, kernel.name, threads
+        self._arguments, self._cluster = arguments, cluster
+        self._config = driver._LaunchConfig()
+        self._config.grid[:] = [cluster, 1, 1]
+
+    def max_clusters(self) -> int:
+        return 2
+
+    def set_grid(self, blocks: int) -> None:
+        self._config.grid[0] = blocks
+
+    def begin_early(self) -> None:
+        pass
+
+    def run(self, _stream: int) -> None:
+        source = emulated_source(self._text, self._name, self._threads)
+        if source not in _BUILT:
+            path = Path(FOLDER[-1]) / f"{len(_BUILT)}.cpp"
+            path.write_text(source)
+            built = path.with_suffix(".so")
+            flags = ["-O2", "-std=c++17", "-w", "-shared", "-fPIC", "-fno-gnu-unique"]
+            subprocess.run(["g++", *flags, "-o", built, path], check=True, capture_output=True)
+            _BUILT[source] = ctypes.CDLL(str(built))
+        (memory,) = self._arguments
+        grid = self._config.grid
+        _BUILT[source].launch(memory, ctypes.sizeof(memory), grid[0], grid[1])
+
+
+class Kernel:
+    device = None
+
+    def __init__(self, text: str, name: str) -> None:
+        self.text, self.name = text, name
+
+
+FOLDER: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> Iterator[None]:
+    """Launches run on the CPU; new memory is NaN."""
+    if not FOLDER:
+        FOLDER.append(str(tmp_path_factory.mktemp("rows")))
+    new_empty = Tensor.new_empty
+
+    def unknown(t: Tensor, *shape: int) -> Tensor:
+        return new_empty(t, *shape).fill_(float("nan"))
+
+    facts = SimpleNamespace(units=4)
+    for where, name, value in (
+        (driver, "TensorMap", Map),
+        (driver, "Launch", Launch),
+        (rows_backend, "_kernel", lambda text, name, *_: Kernel(text, name)),
+        (rows_backend, "device_facts", lambda _: facts),
+        (Tensor, "new_empty", unknown),
+    ):
+        monkeypatch.setattr(where, name, value)
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
+        monkeypatch.setattr(torch._C, name, lambda *_: None, raising=False)
+    yield
+    rows_backend._plans.clear()
+    rows_backend._grads_plans.clear()
+
+
+def check(
+    config: Rows | None,
+    widths: tuple[int, ...],
+    m: int,
+    names: tuple[str, str],
+    dtype: torch.dtype = torch.bfloat16,
+    apart: int = 0,
+    needs: Any = None,
+) -> None:
+    """Results and all gradients against float64, beside PyTorch's own."""
+    layers = len(widths) - 1
+    draw = torch.Generator().manual_seed(0)
+
+    def values(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=draw) * scale).to(dtype)
+
+    x = values(m, widths[0] + apart)[:, : widths[0]]
+    pairs = list(pairwise(widths))
+    weights = tuple(values(n, k, scale=(2 / k) ** 0.5) for k, n in pairs)
+    biases = tuple(None if i == 1 else values(n, scale=0.5) for i, n in enumerate(widths[1:]))
+    dy = values(m, widths[-1])
+    needs = needs or (True, (True,) * layers, tuple(b is not None for b in biases))
+    exact = x.double(), tuple(w.double() for w in weights)
+    wide_biases = tuple(None if b is None else b.double() for b in biases)
+
+    def compare(name: str, ours: Any, theirs: Any, oracle: Any) -> None:
+        for i, (a, t, o) in enumerate(zip(ours, theirs, oracle, strict=True)):
+            assert (a is None) == (o is None), (name, i)
+            if a is not None:
+                verdict = judge(f"{name}[{i}]", a, t, o)
+                assert verdict.passed, str(verdict)
+
+    y, saved = rows_backend.forward(x, weights, biases, *names, True, config=config)
+    theirs = reference.forward(x, weights, biases, *names, True)
+    oracle = reference.forward(*exact, wide_biases, *names, True)
+    compare("y", [y], theirs[:1], oracle[:1])
+    compare("saved", saved, theirs[1], oracle[1])
+    plain, nothing = rows_backend.forward(x, weights, biases, *names, False, config=config)
+    assert torch.equal(plain, y)
+    assert nothing == ()
+
+    kept = theirs[1]
+    ours = rows_backend.backward(dy, x, weights, kept, *names, needs, config=config)
+    eager = reference.backward(dy, x, weights, kept, *names, needs)
+    wide = tuple(t.double() for t in kept)
+    truth = reference.backward(dy.double(), *exact, wide, *names, needs)
+    for name, *found in zip(("dx", "dW", "db"), ours, eager, truth, strict=True):
+        lists = [[f] if name == "dx" else f for f in found]
+        compare(name, *lists)
+
+
+@pytest.mark.parametrize(
+    ("config", "widths", "rows_", "names"),
+    [
+        (None, (63, 128, 100, 4), 200, ("relu", "none")),
+        (Rows(2, 2, 4), (63, 256, 256, 4), 300, ("relu", "relu")),
+        (Rows(2, 2, 3), (64, 256, 200, 1), 150, ("gelu", "gelu")),
+        (Rows(1, 2, 3, False), (200, 136, 17), 100, ("tanh", "tanh")),
+        (Rows(2, 2, 2), (415, 512, 300, 1), 140, ("relu", "none")),
+        (Rows(2, 4, 2), (70, 384, 448, 33), 300, ("silu", "sigmoid")),
+        (Rows(4, 1, 3, False), (32, 64, 64, 16), 700, ("relu", "none")),
+        (Rows(4, 2, 4, False), (3, 64, 60, 1), 600, ("gelu_tanh", "none")),
+        (Rows(3, 1, 3, False), (13, 192, 192, 13), 500, ("leaky_relu", "leaky_relu")),
+        (Rows(2, 1, 2), (64, 64, 64), 1, ("none", "none")),
+        (Rows(2, 1, 2), (10, 20, 30), 70, ("none", "softplus")),
+    ],
+    ids=str,
+)
+def test_every_number_of_a_chain(
+    config: Rows | None, widths: tuple[int, ...], rows_: int, names: tuple[str, str]
+) -> None:
+    check(config, widths, rows_, names)
+
+
+def test_float16_and_rows_that_lie_apart() -> None:
+    check(None, (24, 40, 8), 90, ("silu", "none"), torch.float16, apart=8)
+    check(None, (24, 40, 8), 90, ("sigmoid", "none"), torch.float16, apart=3)
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        (False, (True, True, True), (True, False, True)),
+        (False, (False, False, True), (False, False, True)),
+        (False, (False, True, False), (False, False, False)),
+        (True, (False, False, False), (False, False, False)),
+        (False, (False, False, False), (True, False, False)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("names", [("relu", "none"), ("gelu", "relu"), ("tanh", "gelu")])
+def test_only_wanted_gradients(needs: Any, names: tuple[str, str]) -> None:
+    check(None, (16, 24, 33, 8), 130, names, needs=needs)
+
+
+def test_rows_are_sliced_for_the_weights_and_added_up() -> None:
+    """Several slices a layer, of which the last is short."""
+    shapes = [(128, 64), (8, 128)]
+    slices = rows.slices_for(4096, shapes, 132)
+    assert max(slices) > 1
+    check(None, (64, 128, 8), 500, ("relu", "none"))
+
+
+def test_a_chain_too_wide_is_refused() -> None:
+    x, weight = (
+        torch.zeros(4, 600, dtype=torch.bfloat16),
+        torch.zeros(600, 600, dtype=torch.bfloat16),
+    )
+    with pytest.raises(Exception, match="no configuration"):
+        rows_backend.forward(x, (weight, weight), (None, None), "relu", "none", False)
+
+
+def test_parameters_have_the_kernels_sizes() -> None:
+    assert rows_plans.ROWS_BYTES % 64 == 0

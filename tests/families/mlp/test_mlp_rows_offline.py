@@ -1,0 +1,74 @@
+"""rows.cu and row_grads.cu compile for Hopper on a machine without a GPU, and stay in registers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastlinear.families.mlp.cuda import rows
+from fastlinear.families.mlp.cuda.rows import Rows
+from fastlinear.kernels.cuda.hopper import ARCH
+from tests.families import nvrtc_offline as nvrtc
+
+BF16, FP16 = torch.bfloat16, torch.float16
+TOWER, POLICY, COORDINATES = (415, 512, 512, 256, 1), (376, 256, 256, 17), (63, *(256,) * 4, 4)
+NARROW = (32, 64, 64, 64, 16)
+
+
+def _frame(config: Rows, widths: tuple[int, ...], dtype: torch.dtype, *rest: object) -> int:
+    """Bytes of local memory."""
+    text = rows.source(config, widths, dtype, *rest)  # type: ignore[arg-type]
+    found = nvrtc.usage(text, "rows.cu", ARCH)[rows.KERNEL]
+    assert found.registers <= 65536 // config.threads, "threads share 65536 registers"
+    return found.frame
+
+
+@pytest.mark.parametrize("widths", [TOWER, POLICY, COORDINATES, NARROW], ids=str)
+def test_what_is_chosen_stays_in_registers(widths: tuple[int, ...]) -> None:
+    for backward in (False, True):
+        steps = widths[::-1] if backward else widths
+        config = rows.rows_for(1 << 16, steps, backward, False, 132)
+        assert config is not None
+        assert _frame(config, steps, BF16, "relu", "none", backward) == 0
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu", "tanh", "mish"])
+def test_activations_stay_in_registers(activation: str) -> None:
+    for backward in (False, True):
+        steps = NARROW[::-1] if backward else NARROW
+        config = rows.rows_for(1 << 16, steps, backward, True, 132)
+        assert config is not None
+        assert _frame(config, steps, FP16, activation, activation, backward, True) == 0
+
+
+def test_the_widest_chain_keeps_all_but_a_few_words_in_registers() -> None:
+    config = Rows(2, 2, 2)
+    assert _frame(config, TOWER, BF16, "gelu", "none", False, True) == 0
+    assert _frame(config, TOWER[::-1], BF16, "gelu", "none", True, True) <= 24
+
+
+@pytest.mark.parametrize(("consumers", "width"), [(1, 128), (3, 128), (4, 64)])
+def test_other_numbers_of_consumers_stay_in_registers(consumers: int, width: int) -> None:
+    widths, config = (3, *(width,) * 3, 1), Rows(consumers, 2, 3, False)
+    assert _frame(config, widths, BF16, "gelu", "none", False, True) == 0
+    assert _frame(config, widths[::-1], BF16, "gelu", "none", True, True) == 0
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_gradients_of_weights_stay_in_registers(dtype: torch.dtype) -> None:
+    found = nvrtc.usage(rows.grads_source(dtype), "row_grads.cu", ARCH)
+    assert {found[rows.GRADS_KERNEL].frame, found[rows.SUMS_KERNEL].frame} == {0}
+    assert found[rows.GRADS_KERNEL].registers <= 168, "384 threads share 65536 registers"
+
+
+def test_a_launch_is_shared_out_by_a_model_of_its_time() -> None:
+    """Few rows take small blocks, for more multiprocessors; narrow chains keep their weights."""
+    few = rows.rows_for(256, POLICY, False, False, 132)
+    many = rows.rows_for(1 << 16, COORDINATES, False, False, 132)
+    narrow = rows.rows_for(1 << 18, NARROW, False, False, 132)
+    assert few is not None
+    assert many is not None
+    assert narrow is not None
+    assert (few.consumers, many.consumers, many.turns) == (1, 2, True)
+    assert narrow.resident(NARROW)
+    assert rows.rows_for(64, (600, 600), False, False, 132) is None

@@ -1,0 +1,331 @@
+// What hopper_words.h and hopper_async.h are to a kernel for Hopper, for a CPU: the threads of a cluster
+// are fibers that take turns; TMA, barriers and wgmma do at once what they are asked. Shared memory
+// begins as NaN. What waits for nothing it needs computes with what is not there yet.
+//
+// Macros from the host: IS_BF16 CLUSTER EMULATED_THREADS (of a block). A TensorMap is an Extent here.
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <map>
+#include <vector>
+
+using std::max;
+using std::min;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define __device__
+#define __constant__ const
+#define __global__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __align__(bytes)
+#define __launch_bounds__(...)
+#define __shared__
+
+inline u32 __float_as_uint(float x) {
+  u32 bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float __uint_as_float(u32 x) {
+  float out;
+  memcpy(&out, &x, 4);
+  return out;
+}
+inline u32 __umulhi(u32 a, u32 b) { return static_cast<u64>(a) * b >> 32; }
+
+struct uint4 {
+  u32 x, y, z, w;
+};
+struct Index {
+  int x;
+};
+struct Place {
+  int x, y;
+};
+
+// ---------------------------------------------------------------- threads
+
+struct Fiber {
+  ucontext_t context;
+  bool done;
+};
+
+struct Meeting {
+  int waiting = 0;
+  long turn = 0;
+};
+
+struct Mbarrier {
+  int count = 0, pending = 0, bytes = 0, phase = 0;
+};
+
+struct Block {
+  alignas(1024) unsigned char memory[1 << 18];
+  std::map<u32, Mbarrier> barriers;
+  Meeting named[16], warps[32];
+  u32 exchange[32][32];
+};
+
+Block blocks[CLUSTER];
+Fiber fibers[CLUSTER * EMULATED_THREADS];
+ucontext_t home;
+int current, first_block, grid_row;
+long long idle;
+Meeting whole;
+Index gridDim;
+char smem[1];
+
+#define threadIdx (Index{current % EMULATED_THREADS})
+#define blockIdx (Place{first_block + current / EMULATED_THREADS, grid_row})
+
+inline Block& block() { return blocks[current / EMULATED_THREADS]; }
+inline int warp_of_block() { return current % EMULATED_THREADS / 32; }
+
+inline void yield() {
+  if (++idle > 400000000LL) {
+    fprintf(stderr, "all threads wait\n");
+    abort();
+  }
+  swapcontext(&fibers[current].context, &home);
+}
+
+inline void arrive(Meeting& meeting, int count) {
+  if (++meeting.waiting == count) {
+    meeting.waiting = 0;
+    ++meeting.turn;
+  }
+}
+
+inline void meet(Meeting& meeting, int count) {
+  const long turn = meeting.turn;
+  arrive(meeting, count);
+  while (meeting.turn == turn) yield();
+}
+
+inline void bar_sync(int id, int threads) { meet(block().named[id], threads); }
+inline void bar_arrive(int id, int threads) { arrive(block().named[id], threads); }
+inline void __syncthreads() { bar_sync(0, EMULATED_THREADS); }
+inline void __syncwarp() { meet(block().warps[warp_of_block()], 32); }
+inline void cluster_sync() { meet(whole, CLUSTER * EMULATED_THREADS); }
+inline u32 cluster_rank() { return current / EMULATED_THREADS; }
+inline u32 lane_id() { return current % 32; }
+inline void let_next_start() {}
+inline void wait_for_previous() {}
+
+inline int __shfl_sync(u32, int v, int lane) {
+  u32* const all = block().exchange[warp_of_block()];
+  all[current % 32] = v;
+  __syncwarp();
+  const int found = all[lane];
+  __syncwarp();
+  return found;
+}
+
+template <int>
+inline void fewer_registers() {}
+template <int>
+inline void more_registers() {}
+
+// ---------------------------------------------------------------- numbers
+
+inline float wide(unsigned short v) {
+#if IS_BF16
+  return __uint_as_float(static_cast<u32>(v) << 16);
+#else
+  _Float16 out;
+  memcpy(&out, &v, 2);
+  return out;
+#endif
+}
+
+inline unsigned short narrow(float v) {
+#if IS_BF16
+  const u32 bits = __float_as_uint(v);
+  return v != v ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+#else
+  const _Float16 half = v;
+  unsigned short out;
+  memcpy(&out, &half, 2);
+  return out;
+#endif
+}
+
+inline u32 pack(float lo, float hi) { return narrow(lo) | static_cast<u32>(narrow(hi)) << 16; }
+
+inline void unpack(u32 in, float& lo, float& hi) {
+  lo = wide(static_cast<unsigned short>(in));
+  hi = wide(static_cast<unsigned short>(in >> 16));
+}
+
+// ---------------------------------------------------------------- shared memory
+
+inline u32 smem_addr(const void*) { return 0; }
+inline u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }
+
+template <class T>
+inline T load(u32 at) {
+  T v;
+  memcpy(&v, block().memory + at, sizeof(T));
+  return v;
+}
+inline unsigned short load_shared16(u32 at) { return load<unsigned short>(at); }
+inline u32 load_shared32(u32 at) { return load<u32>(at); }
+inline uint4 load_shared128(u32 at) { return load<uint4>(at); }
+inline void store_shared16(u32 at, unsigned short v) { memcpy(block().memory + at, &v, 2); }
+inline void store_shared128(u32 at, uint4 v) { memcpy(block().memory + at, &v, 16); }
+
+inline void stmatrix(u32 at, u32 a, u32 b, u32 c, u32 d) {
+  u32* const all = block().exchange[warp_of_block()];
+  const int lane = current % 32;
+  const u32 words[4] = {a, b, c, d};
+  all[lane] = at;
+  __syncwarp();
+  for (int m = 0; m < 4; ++m)
+    memcpy(block().memory + all[8 * m + lane / 4] + lane % 4 * 4, &words[m], 4);
+  __syncwarp();
+}
+
+// ---------------------------------------------------------------- barriers and TMA
+
+inline void settle(Mbarrier& barrier) {
+  if (barrier.pending || barrier.bytes) return;
+  barrier.phase ^= 1;
+  barrier.pending = barrier.count;
+}
+
+inline void mbar_init(u32 bar, u32 count) {
+  block().barriers[bar] = {static_cast<int>(count), static_cast<int>(count), 0, 0};
+}
+
+inline void mbar_expect(u32 bar, u32 bytes) {
+  Mbarrier& barrier = block().barriers.at(bar);
+  barrier.bytes += bytes;
+  --barrier.pending;
+  settle(barrier);
+}
+
+inline void mbar_arrive_cta(u32 bar, u32 cta) {
+  Mbarrier& barrier = blocks[cta].barriers.at(bar);
+  --barrier.pending;
+  settle(barrier);
+}
+
+inline void mbar_arrive(u32 bar) { mbar_arrive_cta(bar, cluster_rank()); }
+
+inline void mbar_wait(u32 bar, u32 parity) {
+  while (block().barriers.at(bar).phase == static_cast<int>(parity)) yield();
+}
+
+inline void fence_barriers() {}
+inline void fence_async() {}
+
+struct Extent {
+  const unsigned short* from;
+  long long row_stride;
+  int rows, columns, box_rows;
+};
+
+struct alignas(64) TensorMap {
+  char bytes[128];
+};
+
+template <int kPeers>
+inline void tma_load(u32 dst, const TensorMap* map, u32 bar, int x, int y) {
+  Extent extent;
+  memcpy(&extent, map->bytes, sizeof(extent));
+  const int own = cluster_rank();
+  for (int peer = kPeers == 1 ? own : 0; peer < (kPeers == 1 ? own + 1 : kPeers); ++peer) {
+    for (int r = 0; r < extent.box_rows; ++r) {
+      for (int c = 0; c < 64; ++c) {
+        const bool exists = y + r < extent.rows && x + c < extent.columns;
+        const unsigned short v = exists ? extent.from[(y + r) * extent.row_stride + x + c] : 0;
+        memcpy(blocks[peer].memory + swizzled(dst + r * 128 + c * 2), &v, 2);
+      }
+    }
+    Mbarrier& barrier = blocks[peer].barriers.at(bar);
+    barrier.bytes -= extent.box_rows * 128;
+    settle(barrier);
+  }
+}
+
+// ---------------------------------------------------------------- wgmma
+
+template <bool kMn>
+inline u64 make_desc(u32 at) {
+  return static_cast<u64>(at >> 4) | (kMn ? 1ull << 62 : 0);
+}
+
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+template <int>
+inline void wgmma_wait() {}
+
+// Number k (of 16) of row r of an operand.
+inline float operand(u64 desc, int r, int k) {
+  const u32 at = static_cast<u32>(desc & 0x3fff) << 4;
+  if (desc >> 62) return wide(load<unsigned short>(swizzled(at + r / 64 * 8192 + k * 128 + r % 64 * 2)));
+  return wide(load<unsigned short>(swizzled(at + r * 128 + k * 2)));
+}
+
+template <int kCount>
+inline void wgmma(float (&acc)[kCount], u64 a, u64 b) {
+  const int lane = current % 32, warp = current / 32 % 4;
+  for (int h = 0; h < 2; ++h) {
+    float row[16];
+    for (int k = 0; k < 16; ++k) row[k] = operand(a, warp * 16 + lane / 4 + 8 * h, k);
+    for (int j = 0; j < kCount / 4; ++j) {
+      for (int e = 0; e < 2; ++e) {
+        float& sum = acc[4 * j + 2 * h + e];
+        for (int k = 0; k < 16; ++k) sum += row[k] * operand(b, 8 * j + lane % 4 * 2 + e, k);
+      }
+    }
+  }
+}
+
+template <int kCount>
+inline void wgmma_first(float (&acc)[kCount], u64 a, u64 b) {
+  for (float& sum : acc) sum = 0;
+  wgmma(acc, a, b);
+}
+
+// ---------------------------------------------------------------- launches
+
+static void run_grid(int count, int grid_rows, void (*body)()) {
+  static std::vector<std::vector<char>> stacks(CLUSTER * EMULATED_THREADS,
+                                               std::vector<char>(1 << 16));
+  gridDim.x = count;
+  for (int i = 0; i < count * grid_rows; i += CLUSTER) {
+    first_block = i % count, grid_row = i / count;
+    idle = 0;
+    whole = Meeting();
+    for (Block& b : blocks) {
+      memset(b.memory, 0xff, sizeof(b.memory));
+      b.barriers.clear();
+      for (Meeting& m : b.named) m = Meeting();
+      for (Meeting& m : b.warps) m = Meeting();
+    }
+    for (int i = 0; i < CLUSTER * EMULATED_THREADS; ++i) {
+      Fiber& fiber = fibers[i];
+      fiber.done = false;
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = stacks[i].data();
+      fiber.context.uc_stack.ss_size = stacks[i].size();
+      fiber.context.uc_link = &home;
+      makecontext(&fiber.context, body, 0);
+    }
+    for (int left = CLUSTER * EMULATED_THREADS; left;) {
+      for (current = 0; current < CLUSTER * EMULATED_THREADS; ++current) {
+        if (fibers[current].done) continue;
+        swapcontext(&home, &fibers[current].context);
+        left -= fibers[current].done;
+      }
+    }
+  }
+}
