@@ -36,7 +36,7 @@ def bench(
     experiment: Annotated[
         str,
         typer.Argument(
-            help="linear, linear-bias, linear-modules, pseudo-linear, overhead, strassen, "
+            help="linear, linear-bias, linear-modules, pseudo-linear, overhead, mlps, strassen, "
             "graphed, groups, ragged, unequal, gated-mlp, models; drawn has a help of its own."
         ),
     ] = "linear",

@@ -66,17 +66,18 @@ _MODULES: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
     "gelu_tanh": lambda: nn.GELU("tanh"),
     "silu": nn.SiLU,
+    "tanh": nn.Tanh,
 }
 
 
 def sequential(stack: Stack) -> nn.Sequential:
     """The stack as models hold it, over these very parameters."""
     layers: list[nn.Module] = []
-    for weight, bias in zip(stack.weights, stack.biases, strict=True):
+    for weight, bias, name in zip(stack.weights, stack.biases, stack.activations, strict=True):
         layers.append(_holding(nn.Linear, weight, bias))
-        if stack.activation != "none":
-            make = _MODULES.get(stack.activation)
-            layers.append(make() if make else _Act(stack.activation))
+        if name != "none":
+            make = _MODULES.get(name)
+            layers.append(make() if make else _Act(name))
     return nn.Sequential(*layers)
 
 
@@ -113,11 +114,13 @@ def eager_kn(work: Work) -> Forward:
 
 
 def _flat(
-    x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], activation: str
+    x: Tensor,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor | None, ...],
+    activations: tuple[str, ...],
 ) -> Tensor:
-    value = activation_of(activation).value
-    for weight, bias in zip(weights, biases, strict=True):
-        x = value(F.linear(x, weight, bias))
+    for weight, bias, name in zip(weights, biases, activations, strict=True):
+        x = activation_of(name).value(F.linear(x, weight, bias))
     return x
 
 
@@ -126,7 +129,7 @@ def compiled(work: Work, **how: Any) -> Forward:
     if len(work.stacks) == 1:
         return _by_model(work, lambda s: torch.compile(sequential(s), dynamic=False, **how))
     run = torch.compile(_flat, dynamic=False, fullgraph=True, **how)
-    return lambda stack: run(stack.x, stack.weights, stack.biases, stack.activation)
+    return lambda stack: run(stack.x, stack.weights, stack.biases, stack.activations)
 
 
 def max_autotune(work: Work) -> Forward:

@@ -1,11 +1,15 @@
-"""The contenders of experiment ``overhead``: a chain of Linear + ReLU, from the caller's side in.
+"""The contenders of experiments ``overhead`` and ``mlps``: a chain, from the caller's side in.
 
 ``eager`` is the chain as models hold it. ``hand_loop`` removes what surrounds its kernels: no
 modules, buffers allocated ahead, bias inside the product, ReLU in place; with gradients no autograd
-either. ``fastlinear[layerwise]`` fuses the activation as well.
+either. ``fastlinear[layerwise]`` fuses the activation as well. Networks whose last layer has no
+activation are left to eager mode and ``torch.compile``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +26,10 @@ from benchmarks.harness.peer import (
     no_compiler,
     no_reduce_overhead,
 )
-from benchmarks.harness.work import Forward, Stack, Unit, Work
+from benchmarks.harness.work import Forward, Stack, Unit, Work, final_of, widths_of
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
+from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.families.mlp import backends
 from fastlinear.families.mlp.op import mlp
@@ -35,11 +40,21 @@ _TRITON = ("whole_triton",)  # Triton keeps kernels on disk; ours in CUDA C++ ar
 
 def peers(case: Case) -> tuple[Peer, ...]:
     """All contenders of a case, able to take part or not."""
-    forced = [b for b in family(backends.NAME).candidates("forward") if b.name != "eager"]
+    forced = family(backends.NAME).candidates("forward", on_request=True)
+    forced = tuple(b for b in forced if b.name not in ("eager", BATCH_INVARIANT))
     wall, cuda = ("wall",), case.device == "cuda"
+    network = "a network's last layer has no activation" if case.option("final") else None
+
+    def uniform(reason_not: Callable[[Case], str | None] = lambda _: None) -> Any:
+        return lambda case: network or reason_not(case)
+
     return (
         Peer("eager", lambda w: w.unit(_eager(w))),
-        Peer("hand_loop", lambda w: _hand_step(w) if case.needs_grad else w.unit(_hand_loop(w))),
+        Peer(
+            "hand_loop",
+            lambda w: _hand_step(w) if case.needs_grad else w.unit(_hand_loop(w)),
+            uniform(),
+        ),
         Peer("compile", lambda w: w.unit(by.compiled(w)), no_compiler, precompile=True),
         Peer(
             "compile_reduce_overhead",
@@ -56,15 +71,15 @@ def peers(case: Case) -> tuple[Peer, ...]:
             tunes=True,
         ),
         Peer("cuda_graph", lambda w: by.graphed(w, w.unit(_eager(w))), cuda_only, wall),
-        Peer("cublaslt", lambda w: w.unit(by.cublaslt), no_cublaslt),
+        Peer("cublaslt", lambda w: w.unit(by.cublaslt), uniform(no_cublaslt)),
         Peer(
             "cublaslt_cuda_graph",
             lambda w: by.graphed(w, w.unit(by.cublaslt)),
-            no_cublaslt,
+            uniform(no_cublaslt),
             wall,
         ),
-        Peer("onednn", lambda w: w.unit(by.onednn(w, pack=False)), no_onednn),
-        Peer("onednn_prepacked", lambda w: w.unit(by.onednn(w, pack=True)), no_onednn),
+        Peer("onednn", lambda w: w.unit(by.onednn(w, pack=False)), uniform(no_onednn)),
+        Peer("onednn_prepacked", lambda w: w.unit(by.onednn(w, pack=True)), uniform(no_onednn)),
         Peer(OURS, lambda w: w.unit(_ours(None))),
         Peer(
             RECORDED,
@@ -81,11 +96,11 @@ def problem_of(case: Case) -> Problem:
     return backends.problem(
         "forward",
         case.dim("M"),
-        (case.dim("H"),) * (case.dim("L") + 1),
+        widths_of(case),
         dtype=case.dtype,
         device=case.device,
         activation=case.option("activation"),
-        final_activation=case.option("activation"),
+        final_activation=final_of(case),
         bias="no" if case.option("bias") == "no" else "yes",
         needs_grad=case.needs_grad,
         precision=matmul_precision(FLOAT_DTYPES[case.dtype]),
@@ -121,7 +136,7 @@ def _ours(backend: str | None) -> Forward:
             stack.weights,
             stack.biases,
             activation=stack.activation,
-            final_activation=stack.activation,
+            final_activation=stack.final,
             backend=backend,
         )
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Self, TypeVar
 
 import torch
@@ -29,15 +30,16 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Stack:
-    """One input set of L linear layers, each with the same activation behind it.
+    """One input set of L linear layers with activations behind them.
 
     Attributes:
         index: its place among the rotated sets.
         x: input, (M, K).
-        weights: L tensors, the first (N, K), the others (N, N).
-        biases: L tensors (N,), or None each.
+        weights: L tensors, each (features out, features in).
+        biases: L tensors (features out,), or None each.
         dy: gradient of the output (forward+backward) or target (step), (M, N).
-        activation: the activation's name.
+        activation: the name of the activation behind every layer but the last.
+        final: of that behind the last.
     """
 
     index: int
@@ -46,6 +48,12 @@ class Stack:
     biases: tuple[Tensor | None, ...]
     dy: Tensor
     activation: str
+    final: str
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """The activation of every layer."""
+        return (*(self.activation,) * (len(self.weights) - 1), self.final)
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
@@ -195,11 +203,24 @@ class Work(AnyWork):
 
 def plain(stack: Stack) -> Tensor:
     """The stack by ``F.linear`` and the activation, layer by layer; (M, K) → (M, N)."""
-    value = activation_of(stack.activation).value
     y = stack.x
-    for weight, bias in zip(stack.weights, stack.biases, strict=True):
-        y = value(F.linear(y, weight, bias))
+    for weight, bias, name in zip(stack.weights, stack.biases, stack.activations, strict=True):
+        y = activation_of(name).value(F.linear(y, weight, bias))
     return y
+
+
+def widths_of(case: Case) -> tuple[int, ...]:
+    """Features in, then features out of every layer: of the option ``sizes``, or all the same but
+    for the first."""
+    if case.option("sizes"):
+        return tuple(map(int, case.option("sizes").split("-")))
+    k, n = (case.dim("H" if "H" in dict(case.dims) else name) for name in ("K", "N"))
+    return (k, *(n,) * case.dim("L"))
+
+
+def final_of(case: Case) -> str:
+    """The activation behind the last layer."""
+    return case.option("final") or case.option("activation")
 
 
 def make_work(case: Case, device: torch.device) -> Work:
@@ -252,28 +273,28 @@ def drawing(case: Case, device: torch.device, index: int) -> Callable[..., Tenso
 
 
 def _make_stack(case: Case, device: torch.device, index: int) -> Stack:
-    m, layers = case.dim("M"), case.dim("L")
-    # a chain of equal widths has one dim for them
-    k, n = (case.dim("H" if "H" in dict(case.dims) else name) for name in ("K", "N"))
+    m, widths = case.dim("M"), widths_of(case)
     draw, grad = drawing(case, device, index), case.needs_grad
 
     def parameter(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.nn.Parameter(draw(*shape, scale=scale), requires_grad=grad)
 
-    widths = (k, *(n,) * layers)
-    x = draw(m, k)
-    weights = tuple(parameter(n, i, scale=i**-0.5) for i in widths[:-1])
+    x = draw(m, widths[0])
+    weights = tuple(parameter(n, k, scale=k**-0.5) for k, n in pairwise(widths))
     bias = case.option("bias") != "no"
-    biases = tuple(parameter(n) if bias else None for _ in weights)
+    biases = tuple(parameter(n) if bias else None for n in widths[1:])
     if index == 0 and grad and case.option("activation") in KINKED:  # the set that is judged
 
         def pre_activations(rows: Tensor) -> Iterator[Tensor]:
             act = activation_of(case.option("activation")).value
-            for w, b in zip(weights, biases, strict=True):
+            last = len(weights) - 1
+            for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
                 pre = F.linear(rows, w.to(rows.dtype), None if b is None else b.to(rows.dtype))
-                yield pre
+                if i < last or final_of(case) in KINKED:
+                    yield pre
                 rows = act(pre)
 
-        x, _ = clear_of_kinks(x, pre_activations, lambda rows: draw(rows, k))
+        x, _ = clear_of_kinks(x, pre_activations, lambda rows: draw(rows, widths[0]))
     x.requires_grad_(case.direction == "forward+backward")
-    return Stack(index, x, weights, biases, draw(m, n), case.option("activation"))
+    names = case.option("activation"), final_of(case)
+    return Stack(index, x, weights, biases, draw(m, widths[-1]), *names)

@@ -26,6 +26,7 @@ from benchmarks.experiments.configurations import (
     few_rows,
     linear_backward,
     linear_products,
+    mlp_rows,
     rows,
 )
 from benchmarks.experiments.configurations.kind import Kind, Problem
@@ -39,6 +40,7 @@ KINDS: dict[str, Kind] = {
     "linear-backward": linear_backward.KIND,
     "linear-products": linear_products.KIND,
     "diagonal": diagonal.KIND,
+    "mlp-rows": mlp_rows.KIND,
 }
 _FROM_BEST, _OF_BEST, _FROM_ALL = 5, 0.1, 4  # of the tenth that should be best, and of all
 _LEAST_BEST = 12

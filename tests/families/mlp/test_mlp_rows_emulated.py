@@ -23,7 +23,7 @@ from fastlinear.activations.reference import CUDA_HEADER
 from fastlinear.core.compare import judge
 from fastlinear.families.mlp import reference
 from fastlinear.families.mlp.cuda import rows, rows_backend, rows_plans
-from fastlinear.families.mlp.cuda.rows import Rows
+from fastlinear.families.mlp.cuda.rows import Rows, Shares
 from fastlinear.kernels.cuda.hopper import ASYNC, WORDS
 from fastlinear.native import cuda_driver as driver
 
@@ -255,12 +255,23 @@ def test_only_wanted_gradients(needs: Any, names: tuple[str, str]) -> None:
     check(None, (16, 24, 33, 8), 130, names, needs=needs)
 
 
-def test_rows_are_sliced_for_the_weights_and_added_up() -> None:
-    """Several slices a layer, of which the last is short."""
-    shapes = [(128, 64), (8, 128)]
-    slices = rows.slices_for(4096, shapes, 132)
-    assert max(slices) > 1
-    check(None, (64, 128, 8), 500, ("relu", "none"))
+def test_many_rows_are_sliced_for_the_weights() -> None:
+    few, many = (rows.shares_for(m, ((256, 256),) * 4, 132) for m in (256, 1 << 16))
+    assert {one.slices for one in few} == {1}
+    assert min(one.slices for one in many) > 1
+    assert sum(one.tiles for one in few) >= sum(one.tiles for one in many)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("slices", [1, 3])
+def test_every_way_to_share_gradients_out(
+    width: int, slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shares(_m: int, shapes: Any, _units: int) -> tuple[Shares, ...]:
+        return tuple(Shares(n, k, min(width, rows.blocks_of(k)), slices) for n, k in shapes)
+
+    monkeypatch.setattr(rows_backend, "shares_for", shares)
+    check(None, (300, 130, 200, 3), 330, ("relu", "none"))
 
 
 def test_a_chain_too_wide_is_refused() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from math import ceil
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.roofline import bytes_us, flops_per_us, hosts, of_rows, on_device, units
@@ -14,7 +16,8 @@ from fastlinear.dispatch.work import Work, call, flags_of
 from fastlinear.families.linear import gpu_work as linear
 from fastlinear.families.linear import problem as linear_act
 from fastlinear.families.mlp import layerwise
-from fastlinear.families.mlp.problem import NAME, PIECES, STEP
+from fastlinear.families.mlp.cuda import rows
+from fastlinear.families.mlp.problem import NAME, PIECES, STEP, widths_of
 from fastlinear.fastpath.autograd_node import node_work
 
 _OF_LAYERS = {"forward": ("forward",), "backward": linear_act.BACKWARD_PIECES}
@@ -30,6 +33,9 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     others registered."""
     if p.piece == STEP:
         return _step(p, backend)
+    if backend == "rows_cuda":
+        made = _rows(p)
+        return None if made is None else (*hosts(p, backend, made), *made)
     if backend in _WHOLE:
         each = (w for layer in layerwise.layers_of(p) for w in _whole(layer, p.piece, backend))
         return (*hosts(p, backend, (start := call(f"{NAME} {backend} {p.piece}"),)), start, *each)
@@ -37,6 +43,33 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
         return None
     made = _layers(p, backend)
     return (*hosts(p, backend, made), *made)
+
+
+def _rows(p: Problem) -> tuple[Work, ...] | None:
+    """Launches of ``rows_cuda``: rows through the layers, then all gradients of weights."""
+    m, widths, activation = p.dim("M"), widths_of(p), p.option("activation")
+    backward = p.piece == "backward"
+    steps, keeps_pre = (
+        widths[::-1] if backward else widths,
+        activation_of(activation).saved == "pre",
+    )
+    staged = keeps_pre and (backward or p.needs_grad)
+    config = rows.rows_for(m, steps, backward, staged, units())
+    if config is None:
+        return None
+    name, hidden, flags = f"{NAME} rows_cuda {p.piece}", sum(widths[1:-1]), flags_of(p, "x", "w")
+    moved = m * (widths[0] + widths[-1] + hidden * ((2 + keeps_pre) if backward else p.needs_grad))
+    us = (config.microseconds(m, steps, units()) ** 2 + bytes_us(p, moved) ** 2) ** 0.5
+    sizes = {"m": m, "numbers": moved, "kn": sum(k * n for k, n in pairwise(widths))}
+    odd = sum(k % 8 > 0 for k in widths[:-1])  # weights whose rows are copied
+    made = [call(name), Work(f"{name} rows", us, sizes, flags, (activation,))]
+    made += [call(f"{name} copy", odd)] if odd else []
+    if backward:
+        shares = rows.shares_for(m, tuple((n, k) for k, n in pairwise(widths)), units())
+        summed = rows.grads_us(m, shares, units())
+        read = bytes_us(p, m * (sum(widths) + hidden))
+        made += [call(f"{name} grads"), Work(f"{name} grads", (summed**2 + read**2) ** 0.5, sizes)]
+    return tuple(made)
 
 
 def _layers(p: Problem, backend: str) -> tuple[Work, ...]:

@@ -3,7 +3,7 @@
 //
 //   dW (N, K) = dpreᵀ (N, M) h (M, K),  db (N) = dpreᵀ ones
 //
-// A block computes 128 x 256 of one dW over a slice of the rows. One thread brings 64 rows at a time
+// A block computes 128 x 256 of one dW, or fewer columns, over a slice of the rows. One thread brings 64 rows at a time
 // by TMA, two warpgroups multiply, 64 rows of dW each. Sums of slices are float32 and added up in their
 // order: results are deterministic.
 //
@@ -27,6 +27,7 @@ struct Params {
   long long parts_at[MAX_LAYERS];
   int rows, layers;
   int n[MAX_LAYERS], k[MAX_LAYERS];
+  int tile[MAX_LAYERS];                  // blocks of 64 columns of a tile, at most TILE_K
   int slices[MAX_LAYERS], slice_rows[MAX_LAYERS];  // rows: a multiple of 64
   int first[MAX_LAYERS + 1];             // a layer's first block
 };
@@ -35,16 +36,19 @@ __device__ __forceinline__ int blocks_of(int n) { return (n + 63) / 64; }
 
 // What a block computes.
 struct Item {
-  int layer, n, k, slice, first_row, steps;  // first row and column of its tile, rows of its slice
+  int layer, n, k, blocks;        // where its tile begins, blocks of columns it has
+  int slice, first_row, steps;    // which rows of the products, 64 at a time
 
   __device__ __forceinline__ explicit Item(const Params& p) {
     layer = 0;
     while (static_cast<int>(blockIdx.x) >= p.first[layer + 1]) ++layer;
     const int at = blockIdx.x - p.first[layer], slices = p.slices[layer];
-    const int tiles_k = (blocks_of(p.k[layer]) + TILE_K - 1) / TILE_K, tile = at / slices;
+    const int columns = blocks_of(p.k[layer]), each = p.tile[layer];
+    const int tiles_k = (columns + each - 1) / each, tile = at / slices;
     slice = at - tile * slices;
     n = tile / tiles_k * (TILE_N * 64);
-    k = tile % tiles_k * (TILE_K * 64);
+    k = tile % tiles_k * (each * 64);
+    blocks = min(each, columns - k / 64);
     first_row = slice * p.slice_rows[layer];
     steps = blocks_of(min(p.slice_rows[layer], p.rows - first_row));
   }
@@ -161,7 +165,6 @@ whole_mlp_row_grads(const __grid_constant__ Params p) {
   let_next_start();
 
   const Item t(p);
-  const int blocks = min(TILE_K, blocks_of(p.k[t.layer] - t.k));
   if (warpgroup == 0) {
     fewer_registers<40>();
     if (thread == 0) {
@@ -172,19 +175,19 @@ whole_mlp_row_grads(const __grid_constant__ Params p) {
         const int row = t.first_row + i * 64;
         const u32 slot = base + stage * SLOT_BYTES, bar = full + stage * 8;
         mbar_wait(empty + stage * 8, phase);
-        mbar_expect(bar, (TILE_N + blocks) * BLOCK_BYTES);
+        mbar_expect(bar, (TILE_N + t.blocks) * BLOCK_BYTES);
         for (int b = 0; b < TILE_N; ++b)
           tma_load<1>(slot + b * BLOCK_BYTES, dpre, bar, t.n + b * 64, row);
-        for (int b = 0; b < blocks; ++b)
+        for (int b = 0; b < t.blocks; ++b)
           tma_load<1>(slot + (TILE_N + b) * BLOCK_BYTES, input, bar, t.k + b * 64, row);
         if (++stage == STAGES) { stage = 0; phase ^= 1; }
       }
     }
   } else {
     more_registers<232>();
-    if (blocks == 1) multiply<1>(p, t, base, warpgroup - 1, thread);
-    else if (blocks == 2) multiply<2>(p, t, base, warpgroup - 1, thread);
-    else if (blocks == 3) multiply<3>(p, t, base, warpgroup - 1, thread);
+    if (t.blocks == 1) multiply<1>(p, t, base, warpgroup - 1, thread);
+    else if (t.blocks == 2) multiply<2>(p, t, base, warpgroup - 1, thread);
+    else if (t.blocks == 3) multiply<3>(p, t, base, warpgroup - 1, thread);
     else multiply<4>(p, t, base, warpgroup - 1, thread);
   }
 }

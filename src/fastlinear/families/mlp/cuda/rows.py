@@ -30,16 +30,27 @@ GRADS_SHARED = GRADS_STAGES * (6 * 8192 + 16) + 1024
 _HERE = Path(__file__)
 _SHARED_SOURCES = (WORDS, CUDA_HEADER, ASYNC)
 _BLOCK_BYTES = 64 * 128
-_CHUNK = 4
+_CHUNK = 4  # blocks of 64 columns that accumulators hold
 # Registers of a producer's and of a consumer's threads; 0 where all have what the launch gives.
 _REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 _MOST_BLOCKS = {1: 8, 2: 8, 3: 3, 4: 2}  # of columns, whose sums fit those registers
 
-# In clocks of a multiprocessor: what wgmma takes for 16 numbers of 64 rows and 8 columns, the rest
-# of a step for each 64 columns, the wait for a step's end, and a round's rows from memory.
-_PRODUCT, _FINISH, _STEP, _ROUND = 4.0, 150.0, 500.0, 1500.0
+# Microseconds of each of ``terms``; for every number of consumers those of a round's products, its
+# blocks of results and its steps.
+_PRODUCT, _FINISH, _STEP = 7.3e-2, 0.085, 0.28
+_US = (
+    *(_PRODUCT, _FINISH, _STEP),
+    *(_PRODUCT, 0.02, 0.1),
+    *(_PRODUCT, 0.01, 0.05),
+    *(_PRODUCT, 0.01, 0.05),
+    *(0.15, 0.16, 2.0, 0.16),
+)
+# In clocks of a multiprocessor: what wgmma takes for 16 numbers of 64 rows and 8 columns, what a
+# block costs beside its products, the launch that adds up slices.
+_WGMMA, _ROUND, _SUMS = 4.0, 1500.0, 3500.0
 _L2_BYTES = 28.0  # a clock and multiprocessor
 _ADDED_BYTES = 16.0  # of sums of slices, written and read again
+_CLOCKS_PER_US = 1755.0
 
 
 def blocks_of(width: int) -> int:
@@ -97,21 +108,27 @@ class Rows:
             return f"{needed} bytes of shared memory, {self.stages} stages"
         return None
 
-    def clocks(self, rows: int, widths: Widths, units: int) -> float:
+    def terms(self, rows: int, widths: Widths, units: int) -> tuple[float, ...]:
+        """What a launch's time is a weighted sum of: for each number of consumers products, blocks
+        of results and steps; then rounds' rows, tiles' bytes, one, and what fills the ring."""
+        row_blocks = -(-rows // (64 * self.consumers))
+        rounds = -(-row_blocks // (units // self.cluster * self.cluster))
+        pairs = [(blocks_of(k), blocks_of(n)) for k, n in pairwise(widths)]
+        tiles = sum(k * n for k, n in pairs)  # of 64 x 64
+        own = (
+            rounds * tiles * self.consumers,
+            rounds * sum(n for _, n in pairs),
+            rounds * len(pairs),
+        )
+        by_consumers = [v * (c == self.consumers) for c in _REGISTERS for v in own]
+        resident = self.resident(widths)
+        read = 0.0 if resident else rounds * tiles / self.cluster
+        filled = (self.stages if resident else min(self.stages, 2)) * _slot_blocks(widths)
+        return (*by_consumers, rounds * pairs[0][0], read, 1.0, filled)
+
+    def microseconds(self, rows: int, widths: Widths, units: int) -> float:
         """How long a launch takes, by a model."""
-        blocks = -(-rows // (64 * self.consumers))
-        rounds = -(-blocks // (units // self.cluster * self.cluster))
-        round_clocks = _ROUND
-        for k, n in pairwise(widths):
-            k_blocks, n_blocks = blocks_of(k), blocks_of(n)
-            product = k_blocks * 4 * n_blocks * 8 * _PRODUCT
-            alone = product + n_blocks * _FINISH + _STEP
-            read = 0.0
-            if not self.resident(widths):
-                read = k_blocks * n_blocks * _BLOCK_BYTES / (self.cluster * _L2_BYTES)
-            round_clocks += max(alone, product * self.consumers, read)
-        filled = tiles_of(widths) if self.resident(widths) else self.stages
-        return rounds * round_clocks + filled * _slot_blocks(widths) * _BLOCK_BYTES / _L2_BYTES
+        return sum(us * n for us, n in zip(_US, self.terms(rows, widths, units), strict=True))
 
 
 def tiles_of(widths: Widths) -> int:
@@ -129,7 +146,8 @@ def _biases(widths: Widths) -> int:
     return 64 * sum(map(blocks_of, widths[1:]))
 
 
-def _candidates(widths: Widths, backward: bool, staged: bool) -> Iterator[Rows]:
+def candidates(widths: Widths, backward: bool, staged: bool) -> Iterator[Rows]:
+    """The largest rings of every number of consumers and blocks of a cluster."""
     for consumers in _REGISTERS:
         for cluster in (1, 2, 4):
             most = tiles_of(widths)
@@ -144,8 +162,8 @@ def _candidates(widths: Widths, backward: bool, staged: bool) -> Iterator[Rows]:
 @cache
 def rows_for(rows: int, widths: Widths, backward: bool, staged: bool, units: int) -> Rows | None:
     """The configuration that is predicted to take the least time; None where there is none."""
-    found = list(_candidates(widths, backward, staged))
-    return min(found, key=lambda c: c.clocks(rows, widths, units), default=None)
+    found = list(candidates(widths, backward, staged))
+    return min(found, key=lambda c: c.microseconds(rows, widths, units), default=None)
 
 
 def source(
@@ -214,27 +232,58 @@ def grads_source(dtype: torch.dtype) -> str:
     )
 
 
-def slices_for(rows: int, shapes: Sequence[tuple[int, int]], units: int) -> list[int]:
-    """Into how many slices of the rows each dW (n, k) is divided: the least predicted time."""
+@dataclass(frozen=True)
+class Shares:
+    """How the gradients of a weight (n, k) and its bias are shared out in ``row_grads.cu``.
+
+    Attributes:
+        n, k: features out and in.
+        width: blocks of 64 columns of a tile.
+        slices: of the rows.
+    """
+
+    n: int
+    k: int
+    width: int
+    slices: int
+
+    @property
+    def tiles(self) -> int:
+        """Of dW."""
+        return -(-blocks_of(self.n) // 2) * -(-blocks_of(self.k) // self.width)
+
+    @property
+    def size(self) -> int:
+        """Numbers of dW and db."""
+        return self.n * self.k + self.n
+
+
+@cache
+def shares_for(rows: int, shapes: tuple[tuple[int, int], ...], units: int) -> tuple[Shares, ...]:
+    """How all dW (n, k) over so many rows are shared out: the least predicted time."""
+    return min(_shares(rows, shapes), key=lambda shares: grads_us(rows, shares, units))
+
+
+def _shares(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator[tuple[Shares, ...]]:
+    """What there is to choose from: tiles as wide for all, slices that take about as long."""
     steps = blocks_of(rows)
-    layers = [
-        (-(-blocks_of(n) // 2) * -(-blocks_of(k) // _CHUNK), min(_CHUNK, blocks_of(k)), n * k + n)
-        for n, k in shapes
-    ]
+    for most in (4, 2, 1):
+        widths = [min(most, blocks_of(k)) for _, k in shapes]
+        for each in sorted({-(-steps // parts) for parts in range(1, 129)}, reverse=True):
+            yield tuple(
+                Shares(n, k, width, max(1, -(-steps * width // (each * most))))
+                for (n, k), width in zip(shapes, widths, strict=True)
+            )
 
-    def clocks(slices: Sequence[int]) -> float:
-        blocks = sum(tiles * s for (tiles, _, _), s in zip(layers, slices, strict=True))
-        longest = max(
-            -(-steps // s) * max(8 * _PRODUCT * width * 8, (2 + width) * _BLOCK_BYTES / _L2_BYTES)
-            for (_, width, _), s in zip(layers, slices, strict=True)
-        )
-        sums = sum(s * size for (_, _, size), s in zip(layers, slices, strict=True) if s > 1)
-        added = _ROUND + sums * _ADDED_BYTES / (_L2_BYTES * units) if sums else 0.0
-        return -(-blocks // units) * (longest + _ROUND) + added
 
-    def sliced(each: int) -> list[int]:
-        """Slices of about ``each`` steps of the widest tiles."""
-        return [max(1, -(-steps * width // (each * _CHUNK))) for _, width, _ in layers]
-
-    candidates = {max(1, -(-steps // parts)) for parts in range(1, 129)}
-    return min(map(sliced, sorted(candidates, reverse=True)), key=clocks)
+def grads_us(rows: int, shares: Sequence[Shares], units: int) -> float:
+    """How long all dW and db take by a model, in microseconds."""
+    steps, longest = blocks_of(rows), 0.0
+    for one in shares:
+        read = (2 + one.width) * _BLOCK_BYTES / _L2_BYTES
+        step = max(64 * _WGMMA * one.width, read)
+        longest = max(longest, -(-steps // one.slices) * step)
+    blocks = sum(one.tiles * one.slices for one in shares)
+    added = sum(one.size * one.slices for one in shares if one.slices > 1)
+    sums = _SUMS + added * _ADDED_BYTES / (_L2_BYTES * units) if added else 0.0
+    return (-(-blocks // units) * (longest + _ROUND) + sums) / _CLOCKS_PER_US

@@ -31,7 +31,7 @@ from fastlinear.families.mlp.cuda.rows import (
     Widths,
     grads_source,
     rows_for,
-    slices_for,
+    shares_for,
     source,
 )
 from fastlinear.families.mlp.cuda.rows_plans import GradsPlan, RowsPlan
@@ -263,7 +263,8 @@ def _grads(
             _kernel(text, GRADS_KERNEL, GRADS_SHARED, device.index),
             _kernel(text, SUMS_KERNEL, 0, device.index),
         )
-        return GradsPlan(kernels, slices_for(rows, shapes, device_facts(device).units), given)
+        shares = shares_for(rows, tuple(shapes), device_facts(device).units)
+        return GradsPlan(kernels, shares, given)
 
     found = _grads_plans.of(key, plan)
     if found.parts:

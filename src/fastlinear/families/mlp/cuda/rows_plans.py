@@ -14,6 +14,7 @@ from fastlinear.families.mlp.cuda.rows import (
     GRADS_THREADS,
     MAX_STEPS,
     Rows,
+    Shares,
     Widths,
     blocks_of,
 )
@@ -107,14 +108,14 @@ class RowsPlan:
         self.run = Prepared(launch, device, block.places, block.masks)
 
 
-# dpre[], input[] | weight[], bias[], parts | parts_at[] | rows, layers, n[], k[], slices[],
+# dpre[], input[] | weight[], bias[], parts | parts_at[] | rows, layers, n[], k[], tile[], slices[],
 # slice_rows[], first[]
 _WEIGHT = 2 * _MAP_BYTES * MAX_STEPS
 _BIAS_GRAD = _WEIGHT + 8 * MAX_STEPS
 _PARTS = _BIAS_GRAD + 8 * MAX_STEPS
 _PARTS_AT = _PARTS + 8
 _GRADS_SIZES = _PARTS_AT + 8 * MAX_STEPS
-_GRADS_BYTES = -(-(_GRADS_SIZES + 4 * (3 + 5 * MAX_STEPS)) // 64) * 64
+_GRADS_BYTES = -(-(_GRADS_SIZES + 4 * (3 + 6 * MAX_STEPS)) // 64) * 64
 
 
 class GradsPlan:
@@ -123,25 +124,26 @@ class GradsPlan:
 
     Args:
         kernels: of the products and of the sums.
-        slices: of the rows, for each layer.
+        shares: of each layer.
         given: tensors of the kind, but for parts.
     """
 
     def __init__(
         self,
         kernels: tuple[driver.Kernel, driver.Kernel],
-        slices: Sequence[int],
+        shares: Sequence[Shares],
         given: Sequence[Tensor | None],
     ) -> None:
-        dpres, inputs = given[1::4], given[2::4]
-        m, ns, ks = _rows_of(dpres), _columns_of(dpres), _columns_of(inputs)
-        tiles = [-(-blocks_of(n) // 2) * -(-blocks_of(k) // 4) for n, k in zip(ns, ks, strict=True)]
-        rows = [-(-blocks_of(m) // s) * 64 for s in slices]
+        first = given[1]
+        assert first is not None
+        m = first.shape[0]
+        rows = [-(-blocks_of(m) // one.slices) * 64 for one in shares]
         counts = [-(-m // each) for each in rows]
-        sizes = [n * k + n for n, k in zip(ns, ks, strict=True)]
-        places = [0, *accumulate(c * n if c > 1 else 0 for c, n in zip(counts, sizes, strict=True))]
-        firsts = [0, *accumulate(t * c for t, c in zip(tiles, counts, strict=True))]
-        tables = ns, ks, counts, rows, firsts
+        sizes = [c * one.size if c > 1 else 0 for c, one in zip(counts, shares, strict=True)]
+        places = [0, *accumulate(sizes)]
+        firsts = [0, *accumulate(c * one.tiles for c, one in zip(counts, shares, strict=True))]
+        facts = ((one.n, one.k, one.width) for one in shares)
+        tables = *zip(*facts, strict=True), counts, rows, firsts
 
         def prepared(kernel: driver.Kernel, threads: int, grid: Sequence[int]) -> Prepared:
             block = _grads_block(given, kernel.device, m, places, tables)
@@ -153,7 +155,7 @@ class GradsPlan:
         self.parts = places[-1]
         self._runs = [prepared(kernels[0], GRADS_THREADS, firsts[-1:])]
         if self.parts:
-            grid = -(-max(sizes) // _SUMS_THREADS), len(ns)
+            grid = -(-max(one.size for one in shares) // _SUMS_THREADS), len(shares)
             self._runs.append(prepared(kernels[1], _SUMS_THREADS, grid))
 
     def run(self, *tensors: Tensor | None) -> None:
@@ -188,11 +190,3 @@ def _grads_block(
         at = _GRADS_SIZES + 8 + 4 * MAX_STEPS * i
         block.numbers(at, f"{len(values)}i", *values)
     return block
-
-
-def _rows_of(tensors: Sequence[Tensor | None]) -> int:
-    return next(t.shape[0] for t in tensors if t is not None)
-
-
-def _columns_of(tensors: Sequence[Tensor | None]) -> list[int]:
-    return [t.shape[1] for t in tensors if t is not None]
