@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -136,6 +137,16 @@ def _independent(calls: Sequence[Call], free: Callable[[str], bool]) -> list[lis
     return list(parts.values())
 
 
+class _Block(NamedTuple):
+    """Calls with works of the same kinds, the coefficients that these have, which entries of the
+    sparse rows they are, and where each lies in a dense matrix of both."""
+
+    calls: np.ndarray
+    columns: np.ndarray
+    entries: np.ndarray
+    places: np.ndarray
+
+
 class _Problem:
     """The least squares: works as sparse rows over coefficients."""
 
@@ -172,7 +183,23 @@ class _Problem:
         self.value = np.array(value)
         self.target = np.log([one.us for one in calls])
         self.count = len(calls)
+        self.blocks = self._blocks([frozenset(w.kind for w in one.works) for one in calls])
         self.pull, self.towards = self._penalties()
+
+    def _blocks(self, kinds: Sequence[frozenset[str]]) -> list[_Block]:
+        """The calls by the kinds of work they have: few of all coefficients matter to each block."""
+        numbers = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
+        block_of = np.array([numbers[kind] for kind in kinds])
+        entry_of = block_of[self.call_of[self.work_of]]
+        order = np.argsort(entry_of, kind="stable")
+        ends = np.searchsorted(entry_of[order], np.arange(len(numbers) + 1))
+        found = []
+        for i, (begin, end) in enumerate(pairwise(ends)):
+            entries, calls = order[begin:end], np.flatnonzero(block_of == i)
+            columns, local = np.unique(self.column[entries], return_inverse=True)
+            row = np.searchsorted(calls, self.call_of[self.work_of[entries]])
+            found.append(_Block(calls, columns, entries, row * len(columns) + local))
+        return found
 
     def _basis(self, work: Work, dtype: str) -> Iterable[tuple[int, float]]:
         dtype = work.dtype or dtype
@@ -247,12 +274,8 @@ class _Problem:
         normal, wanted = self.pull.T @ self.pull, self.pull.T @ self.towards
         loss = self._loss(theta)
         for _ in range(_ITERATIONS):
-            predicted, jacobian = self._evaluate(theta)
-            residual = self.target - predicted
-            weight = np.minimum(1.0, _HUBER / np.maximum(np.abs(residual), 1e-9))
-            weighted = jacobian * weight[:, None]
-            a = weighted.T @ jacobian + normal
-            g = weighted.T @ residual + wanted - normal @ theta
+            a, g = normal.copy(), wanted - normal @ theta
+            self._add_data(theta, a, g)
             while True:
                 step = np.linalg.solve(a + damping * np.diag(np.diag(a) + 1e-6), g)
                 now = self._loss(theta + step)
@@ -275,16 +298,18 @@ class _Problem:
         each = np.exp(np.minimum(logs, 40.0))
         return each, np.bincount(self.call_of, each, self.count)
 
-    def _evaluate(self, theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _add_data(self, theta: np.ndarray, a: np.ndarray, g: np.ndarray) -> None:
+        """Add the calls' part to the normal equations ``a`` and ``g``."""
         each, total = self._times(theta)
-        share = each / total[self.call_of]
-        jacobian = np.zeros((self.count, len(theta)))
-        np.add.at(
-            jacobian,
-            (self.call_of[self.work_of], self.column),
-            share[self.work_of] * self.value,
-        )
-        return np.log(total), jacobian
+        share = (each / total[self.call_of])[self.work_of] * self.value
+        residual = self.target - np.log(total)
+        weight = np.minimum(1.0, _HUBER / np.maximum(np.abs(residual), 1e-9))
+        for calls, columns, entries, places in self.blocks:
+            shape = len(calls), len(columns)
+            slopes = np.bincount(places, share[entries], math.prod(shape)).reshape(shape)
+            weighted = slopes * weight[calls, None]
+            a[np.ix_(columns, columns)] += weighted.T @ slopes
+            g[columns] += weighted.T @ residual[calls]
 
     def _loss(self, theta: np.ndarray) -> float:
         off = np.abs(self.target - np.log(self._times(theta)[1]))

@@ -94,11 +94,11 @@ def fresh(numbers: float, dtype: str, *, kept: bool = False) -> tuple[Work, ...]
     return (Work(KEPT if kept else FRESH, size),) if size >= _FRESH_BYTES else ()
 
 
-def passed(name: str, numbers: float, activation: str, *flags: str) -> tuple[Work, ...]:
-    """One pass over so many numbers, elementwise, and the call of it."""
+def passed(name: str, m: float, n: float, activation: str, *flags: str) -> tuple[Work, ...]:
+    """One elementwise pass over m rows of n numbers, and the call of it."""
     return (
         call(name, 1.0, activation, *flags),
-        Work(name, numbers, {"numbers": numbers}, flags, (activation,)),
+        Work(name, m * n, {"numbers": m * n, "n": n}, flags, (activation,)),
     )
 
 

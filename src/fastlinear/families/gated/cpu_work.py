@@ -28,7 +28,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
         return of_pieces(p, PIECES, node_work(NAME))
     both = (w for piece in PIECES for w in inner(p.with_piece(piece), "eager"))
     name = f"{NAME} autograd"
-    more = passed(name, p.dim("M") * p.dim("H"), p.option("activation"))
+    more = passed(name, p.dim("M"), p.dim("H"), p.option("activation"))
     return (host(name), *more, *both)
 
 
@@ -48,16 +48,16 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
         kept = ("kept",) if p.needs_grad and p.option("recompute") == "no" else ()
         apart = p.option("order") == "interleaved" or (stacked and not dense)
         if backend == "onednn" and apart and not p.needs_grad:  # rows of each half lie apart
-            first += passed("onednn halves", 2 * h * k, "none", f"w:{w}")
-        gate = passed(f"{backend} gate", m * h, activation, *flags, *kept)
+            first += passed("onednn halves", 2 * h, k, "none", f"w:{w}")
+        gate = passed(f"{backend} gate", m, h, activation, *flags, *kept)
         return (*first, *gate, *(product(library, m, h, n, dtype, "n" + w) if n else ()))
     found = [*(first if p.option("recompute") == "yes" else ())]
     if n:
         found += product(library, m, n, h, dtype, "n" + back)
         found += product(library, n, m, h, dtype, "tn")
-    found += passed(f"{backend} gate derivative", m * h, activation, *flags)
+    found += passed(f"{backend} gate derivative", m, h, activation, *flags)
     found += times * product(library, rows, m, k, dtype, "t" + ("n" if x == "n" else "t"))
     found += times * product(library, m, rows, k, dtype, "n" + back)
     if p.option("bias") == "yes" and n:
-        found += passed("torch derivative", m * n, "none", "bias")
+        found += passed("torch derivative", m, n, "none", "bias")
     return tuple(found)

@@ -35,11 +35,12 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
     activation, layouts = p.option("activation"), flags_of(p, "order", "x", "w", "rows")
     flags = (*layouts, *flags_of(p, "bias"))
     name = f"{p.family} {backend} {p.piece}"
+    narrow = tuple(f"{which}=1" for which, size in (("m", rows), ("k", k), ("n", n)) if size <= 1)
     return (
         call(f"{name} pass", 1.0, activation, *flags),
         call(f"{name} group", filled),
         *(() if filled == groups else (call(f"{name} empty group", groups - filled),)),
-        Work(f"{name} product", every * k * n, sizes, layouts, flags_of(p, "order")),
+        Work(f"{name} product", every * k * n, sizes, layouts, (*flags_of(p, "order"), *narrow)),
         Work(
             f"{name} pass",
             every * n,

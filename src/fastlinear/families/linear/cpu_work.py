@@ -50,10 +50,10 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
         if plain:
             return made
         kept = ("kept",) if p.needs_grad and activation != "none" else ()
-        return (*made, *passed(f"{_PASSES[backend]} epilogue", m * n, activation, *bias, *kept))
+        return (*made, *passed(f"{_PASSES[backend]} epilogue", m, n, activation, *bias, *kept))
     if p.piece == "grad_pre":
         name = f"{_PASSES[backend]} derivative"
-        return () if plain else passed(name, m * n, activation, *bias)
+        return () if plain else passed(name, m, n, activation, *bias)
     if p.piece == "grad_input":
         return product(library, m, n, k, dtype, "n" + ("n" if w == "t" else "t"))
     return product(library, n, m, k, dtype, "t" + ("n" if x == "n" else "t"))

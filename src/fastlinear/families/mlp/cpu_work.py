@@ -64,5 +64,5 @@ def _whole(layer: Problem, piece: str) -> tuple[Work, ...]:
     return (
         *product(name, m, k, n, layer.dtype)[:1],
         *(fresh(m * n, layer.dtype) if layer.needs_grad else ()),
-        *passed(f"{name} pass", m * n, layer.option("activation"), *bias),
+        *passed(f"{name} pass", m, n, layer.option("activation"), *bias),
     )
