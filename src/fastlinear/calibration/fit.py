@@ -187,7 +187,7 @@ class _Problem:
         self.pull, self.towards = self._penalties()
 
     def _blocks(self, kinds: Sequence[frozenset[str]]) -> list[_Block]:
-        """The calls by the kinds of work they have: few of all coefficients matter to each block."""
+        """The calls by the kinds of work they have: few coefficients matter to each block."""
         numbers = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
         block_of = np.array([numbers[kind] for kind in kinds])
         entry_of = block_of[self.call_of[self.work_of]]
