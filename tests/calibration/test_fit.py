@@ -102,7 +102,7 @@ def test_a_prediction_names_its_terms() -> None:
             name_of("mul", _F32, "relu"): Price(math.log(1.5)),
         },
     )
-    told = prices.predict((host("a"), *passed("mul", 8, "relu", "bias")), _F32)
+    told = prices.predict((host("a"), *passed("mul", 2, 4, "relu", "bias")), _F32)
     assert told is not None
     assert dict(told.terms) == pytest.approx({"mul": 12.0, "a host": 3.0, "mul call": 1.0})
     assert str(told) == "16 us = 12 mul + 3 a host + 1 mul call"
