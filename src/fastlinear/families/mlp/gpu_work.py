@@ -49,10 +49,8 @@ def _rows(p: Problem) -> tuple[Work, ...] | None:
     """Launches of ``rows_cuda``: rows through the layers, then all gradients of weights."""
     m, widths, activation = p.dim("M"), widths_of(p), p.option("activation")
     backward = p.piece == "backward"
-    steps, keeps_pre = (
-        widths[::-1] if backward else widths,
-        activation_of(activation).saved == "pre",
-    )
+    steps = widths[::-1] if backward else widths
+    keeps_pre = activation_of(activation).saved == "pre"
     staged = keeps_pre and (backward or p.needs_grad)
     config = rows.rows_for(m, steps, backward, staged, units())
     if config is None:
