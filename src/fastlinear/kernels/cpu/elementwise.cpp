@@ -6,7 +6,11 @@
 //
 // `saved` is what the activation saves, its output or the pre-activation.
 // Column sums: eight rows at a time in float32, then into float64; the row chunks are fixed, so
-// the result does not depend on the number of threads.
+// the result does not depend on the number of threads. Short rows are taken several at once, as
+// longer ones, so that they fill vectors.
+
+#include <algorithm>
+#include <cstring>
 
 #include "../../activations/cpp.h"
 #include "threads.h"
@@ -16,6 +20,9 @@ namespace {
 constexpr int64_t kBlock = 1024;  // columns (or elements) held in L1 at a time
 constexpr int64_t kRows = 8;      // rows summed in float32 before going to float64
 constexpr int64_t kAlone = 16384; // elements below which one thread is faster than waking more
+
+constexpr int64_t kShort = 128;   // rows below that are taken together, up to kTogether numbers
+constexpr int64_t kTogether = 256;
 
 int threads_for(int64_t n) { return n > kAlone ? threads_worth(n) : 1; }
 
@@ -29,9 +36,8 @@ void act(const float* __restrict x, float* __restrict y, int64_t n) {
   }
 }
 
-// y = act(x + b), rows of n numbers; kept, x + b, may be null. Any of them may be x's memory.
 template <class A>
-void act_bias(const float* x, const float* b, float* y, float* kept, int64_t m, int64_t n) {
+void act_bias_rows(const float* x, const float* b, float* y, float* kept, int64_t m, int64_t n) {
   const int64_t columns = (n + kBlock - 1) / kBlock;
   const int threads = threads_for(m * n);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
@@ -53,34 +59,71 @@ void act_bias(const float* x, const float* b, float* y, float* kept, int64_t m, 
   }
 }
 
+// How many of m rows of n numbers are taken as one.
+int64_t together(int64_t m, int64_t n) {
+  if (n < 1 || n >= kShort) return 1;
+  return std::max<int64_t>(1, std::min(kTogether / n, m / 4));
+}
+
+// y = act(x + b), rows of n numbers; kept, x + b, may be null. Any of them may be x's memory.
+template <class A>
+void act_bias(const float* x, const float* b, float* y, float* kept, int64_t m, int64_t n) {
+  const int64_t fold = together(m, n);
+  if (fold > 1) {
+    float several[kTogether];  // b for each of the rows taken together
+    for (int64_t f = 0; f < fold; ++f) std::memcpy(several + f * n, b, n * sizeof(float));
+    const int64_t whole = m / fold;
+    act_bias_rows<A>(x, several, y, kept, whole, fold * n);
+    const int64_t done = whole * fold * n;
+    x += done, y += done, m -= whole * fold;
+    if (kept) kept += done;
+  }
+  act_bias_rows<A>(x, b, y, kept, m, n);
+}
+
+// dpre, and its column sums on top of `sum` unless null, of `rows` rows.
+template <class A>
+void dact_rows(const float* dy, const float* saved, float* dpre, double* sum, int64_t rows,
+               int64_t n) {
+  for (int64_t r = 0; r < rows; r += kRows) {
+    const int64_t count = rows - r < kRows ? rows - r : kRows;
+    for (int64_t j0 = 0; j0 < n; j0 += kBlock) {
+      const int64_t w = n - j0 < kBlock ? n - j0 : kBlock;
+      float block[kBlock];
+      for (int64_t j = 0; j < w; ++j) block[j] = 0.0f;
+      for (int64_t i = 0; i < count; ++i) {
+        const float* __restrict g = dy + (r + i) * n + j0;
+        const float* __restrict s = saved + (r + i) * n + j0;
+        float* __restrict o = dpre + (r + i) * n + j0;
+        for (int64_t j = 0; j < w; ++j) {
+          const float v = derived<A>(g[j], s[j]);
+          o[j] = v;
+          block[j] += v;
+        }
+      }
+      if (sum) for (int64_t j = 0; j < w; ++j) sum[j0 + j] += block[j];
+    }
+  }
+}
+
 template <class A>
 void dact(const float* dy, const float* saved, float* dpre, double* partials, int64_t m, int64_t n,
           int64_t chunks) {
   const int threads = threads_for(m * n);
+  const int64_t fold = together(m / chunks, n);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t c = 0; c < chunks; ++c) {
     const int64_t r0 = m * c / chunks, r1 = m * (c + 1) / chunks;
     double* sum = partials ? partials + c * n : nullptr;
     if (sum) for (int64_t j = 0; j < n; ++j) sum[j] = 0.0;
-    for (int64_t r = r0; r < r1; r += kRows) {
-      const int64_t rows = r1 - r < kRows ? r1 - r : kRows;
-      for (int64_t j0 = 0; j0 < n; j0 += kBlock) {
-        const int64_t w = n - j0 < kBlock ? n - j0 : kBlock;
-        float block[kBlock];
-        for (int64_t j = 0; j < w; ++j) block[j] = 0.0f;
-        for (int64_t i = 0; i < rows; ++i) {
-          const float* __restrict g = dy + (r + i) * n + j0;
-          const float* __restrict s = saved + (r + i) * n + j0;
-          float* __restrict o = dpre + (r + i) * n + j0;
-          for (int64_t j = 0; j < w; ++j) {
-            const float v = derived<A>(g[j], s[j]);
-            o[j] = v;
-            block[j] += v;
-          }
-        }
-        if (sum) for (int64_t j = 0; j < w; ++j) sum[j0 + j] += block[j];
-      }
+    const int64_t whole = fold > 1 ? (r1 - r0) / fold : 0, at = (r0 + whole * fold) * n;
+    if (whole) {
+      double sums[kTogether] = {};
+      dact_rows<A>(dy + r0 * n, saved + r0 * n, dpre + r0 * n, sum ? sums : nullptr, whole, fold * n);
+      for (int64_t f = 0; sum && f < fold; ++f)
+        for (int64_t j = 0; j < n; ++j) sum[j] += sums[f * n + j];
     }
+    dact_rows<A>(dy + at, saved + at, dpre + at, sum, r1 - r0 - whole * fold, n);
   }
 }
 
