@@ -69,7 +69,9 @@ def test_any_thread_count_gives_the_same_bits(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("name", ["none", "relu", "gelu", "silu", "leaky_relu"])
 @pytest.mark.parametrize("kept", ["no", "yes", "over the product"])
-@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (7, 33), (40, 1500), (3, 4099)])
+@pytest.mark.parametrize(
+    "shape", [(0, 5), (1, 1), (7, 33), (40, 1500), (3, 4099), (1001, 3), (4111, 1), (77, 127)]
+)
 def test_the_bias_is_added_in_the_same_pass(shape: tuple[int, int], kept: str, name: str) -> None:
     product, bias = torch.randn(shape), torch.randn(shape[1])
     expected = activation(name).value((product + bias).double())
@@ -80,6 +82,19 @@ def test_the_bias_is_added_in_the_same_pass(shape: tuple[int, int], kept: str, n
     torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6)
     if pre is not None:
         assert torch.equal(pre, sums)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 63, 64, 1001, 20_000])
+@pytest.mark.parametrize("columns", [1, 3, 16, 127, 128])
+def test_short_rows_are_taken_together(rows: int, columns: int) -> None:
+    """Every number is what it is in a row of its own; the sums over rows are of all of them."""
+    dy, saved = torch.randn(rows, columns), torch.randn(rows, columns)
+    dpre, db = elementwise.differentiate("silu", dy, saved, True)
+    alone, _ = elementwise.differentiate("silu", dy.view(1, -1), saved.view(1, -1), False)
+    assert torch.equal(dpre, alone.view_as(dpre))
+    assert db is not None
+    exact = dpre.double().sum(0)
+    assert ((db - exact).abs() <= 1e-6 * dpre.double().abs().sum(0)).all()
 
 
 def test_gelu_is_as_exact_as_torchs() -> None:
