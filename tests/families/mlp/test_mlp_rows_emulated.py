@@ -234,6 +234,34 @@ def test_every_number_of_a_chain(
     check(config, widths, rows_, names)
 
 
+def test_tensors_that_begin_between_16_bytes() -> None:
+    """Weights, x, dy and what was kept, at any address; single rows and columns of odd strides."""
+    draw = torch.Generator().manual_seed(1)
+
+    def values(*shape: int) -> Tensor:
+        flat = torch.randn(shape[0] * shape[1] + 1, generator=draw).bfloat16()
+        return flat[1:].view(shape)
+
+    names, needs = ("relu", "relu"), (True, (True, True), (True, True))
+    for m, x in ((70, values(70, 32)), (1, values(3, 33)[:1, :32])):
+        weights = values(64, 32), values(16, 64)
+        biases = values(1, 64)[0], values(1, 16)[0]
+        turned = weights[0], torch.randn(64, 1, generator=draw).bfloat16().t()
+        for ws, bs in ((weights, biases), (turned, (biases[0], None))):
+            given = x, ws, bs
+            y, _ = rows_backend.forward(*given, *names, True)
+            expected, kept = reference.forward(*given, *names, True)
+            assert torch.allclose(y, expected, rtol=2e-2, atol=2e-2)
+            moved = tuple(values(*t.shape).copy_(t) for t in kept)
+            dy = values(m, ws[-1].shape[0])
+            found = rows_backend.backward(dy, x, ws, moved, *names, needs)
+            theirs = reference.backward(dy, x, ws, kept, *names, needs)
+            for ours, own in zip(found, theirs, strict=True):
+                pairs = [(ours, own)] if isinstance(own, Tensor) else zip(ours, own, strict=True)
+                for a, b in pairs:
+                    assert torch.allclose(a, b, rtol=5e-2, atol=5e-2), (a - b).abs().max()
+
+
 def test_float16_and_rows_that_lie_apart() -> None:
     check(None, (24, 40, 8), 90, ("silu", "none"), torch.float16, apart=8)
     check(None, (24, 40, 8), 90, ("sigmoid", "none"), torch.float16, apart=3)

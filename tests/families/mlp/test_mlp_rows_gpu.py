@@ -133,6 +133,22 @@ def test_a_graph_and_a_thousand_launches_give_the_same_bits() -> None:
     assert all(map(torch.equal, recorded, first))
 
 
+def test_what_was_kept_may_begin_anywhere() -> None:
+    chain, names = Chain(200, (40, 64, 32, 8), BF16), ("relu", "relu")
+    given = chain.x, tuple(chain.weights)
+    wanted = True, (True,) * 3, tuple(b is not None for b in chain.biases)
+    _, saved = rows_backend.forward(*given, tuple(chain.biases), *names, True)
+    moved = [t.new_empty(t.numel() + 1)[1:].view_as(t).copy_(t) for t in saved]
+    first = rows_backend.backward(chain.dy, *given, saved, *names, wanted)
+    again = rows_backend.backward(chain.dy, *given, tuple(moved), *names, wanted)
+    assert first[0] is not None
+    assert again[0] is not None
+    assert torch.equal(first[0], again[0])
+    for ours, theirs in zip([*first[1], *first[2]], [*again[1], *again[2]], strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or theirs is None or torch.equal(ours, theirs)
+
+
 def test_rows_are_sliced_where_there_are_many() -> None:
     shares = rows.shares_for(1 << 16, ((256, 256),) * 4, 132)
     assert min(one.slices for one in shares) > 1

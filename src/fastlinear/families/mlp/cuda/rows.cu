@@ -252,7 +252,8 @@ struct Step {
     const int lane = lane_id(), c = column + 2 * (lane & 3);
     const int row = first_row + warp * 16 + (lane >> 2);
     const unsigned short* const from = p.saved[s] + static_cast<long long>(row) * n + c;
-    if ((n & 1) == 0 && column + 64 <= n && first_row + 64 <= p.rows) {
+    const bool words_fit = ((reinterpret_cast<u64>(p.saved[s]) & 3) | (n & 1)) == 0;
+    if (words_fit && column + 64 <= n && first_row + 64 <= p.rows) {
 #pragma unroll
       for (int i = 0; i < 16; ++i)
         words[i] = *reinterpret_cast<const u32*>(from + (i & 1) * 8 * n + 8 * (i >> 1));
@@ -488,6 +489,7 @@ whole_mlp_rows(const __grid_constant__ Params p) {
       at += padded;
     }
   }
+  __syncwarp();
   if constexpr (CLUSTER > 1) cluster_sync(); else __syncthreads();
   let_next_start();
 

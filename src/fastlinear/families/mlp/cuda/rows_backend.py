@@ -217,6 +217,10 @@ def _launch(
     key = widths, pitches, rows, into.dtype, index, names, backward, lies, absent, config
 
     def plan() -> RowsPlan:
+        with torch.cuda.device(-1 if index is None else index):
+            return made()
+
+    def made() -> RowsPlan:
         units = device_facts(device).units
         chosen = config or rows_for(rows, widths, backward, staged, units)
         reason = "no configuration fits a multiprocessor"
@@ -227,7 +231,11 @@ def _launch(
         text = source(chosen, widths, into.dtype, *names, backward, staged)
         shared = chosen.shared_bytes(widths, backward, staged)
         kernel = _kernel(text, KERNEL, shared, index)
-        return RowsPlan(kernel, chosen, widths, pitches, given)
+        found = RowsPlan(kernel, chosen, widths, pitches, given)
+        if not found.blocks:
+            reason = f"the device cannot run a cluster of {chosen.cluster} blocks of {shared} bytes"
+            raise UnsupportedError(_NAME, "a device that runs its blocks", reason, _REMEDY)
+        return found
 
     _plans.of(key, plan).run(*given)
 
@@ -247,8 +255,7 @@ def _grads(
         assert dpre is not None
         if entering is None:  # only db is wanted: any input does
             entering = dpre
-        elif not _on_16_bytes(entering):
-            entering = aligned_copy(entering)[:, : entering.shape[1]]
+        entering = _aligned(entering)
         given += [dpre, entering, dws[i], dbs[i]]
         shapes.append((dpre.shape[1], entering.shape[1]))
     first = given[1]
@@ -258,6 +265,10 @@ def _grads(
     key = tuple(shapes), rows, first.dtype, device.index, tuple(lies)
 
     def plan() -> GradsPlan:
+        with torch.cuda.device(-1 if device.index is None else device.index):
+            return made()
+
+    def made() -> GradsPlan:
         text = grads_source(first.dtype)
         kernels = (
             _kernel(text, GRADS_KERNEL, GRADS_SHARED, device.index),
@@ -304,9 +315,14 @@ def _on_16_bytes(t: Tensor) -> bool:
     return t.stride(1) == 1 and apart and t.data_ptr() % 16 == 0
 
 
-def _aligned(weight: Tensor) -> Tensor:
-    """A weight as TMA reads it: rows of contiguous numbers that begin on 16 bytes."""
-    return weight if _on_16_bytes(weight) else aligned_copy(weight)[:, : weight.shape[1]]
+def _aligned(matrix: Tensor) -> Tensor:
+    """A matrix as TMA reads it: rows of contiguous numbers that begin on 16 bytes."""
+    if _on_16_bytes(matrix):
+        return matrix
+    copied = aligned_copy(matrix)[:, : matrix.shape[1]]
+    if _on_16_bytes(copied):
+        return copied
+    return matrix.clone(memory_format=torch.contiguous_format)  # of rows long enough, but misplaced
 
 
 def _pitched(like: Tensor, columns: int) -> Tensor:

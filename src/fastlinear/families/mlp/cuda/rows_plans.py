@@ -103,7 +103,8 @@ class RowsPlan:
         launch = driver.Launch(kernel, rows.threads, rows.cluster, [block.argument])  # type: ignore[list-item]
         blocks = -(-into.shape[0] // (64 * rows.consumers))
         clusters = min(-(-blocks // rows.cluster), launch.max_clusters())
-        launch.set_grid(clusters * rows.cluster)
+        self.blocks = clusters * rows.cluster
+        launch.set_grid(self.blocks)
         launch.begin_early()
         self.run = Prepared(launch, device, block.places, block.masks)
 
