@@ -12,10 +12,12 @@ from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.activations.reference import NAMES
+from fastlinear.core.compare import judge
 from fastlinear.families.linear import reference
 from fastlinear.families.linear.cpu import gemm
 from fastlinear.families.linear.problem import problem
 from fastlinear.kernels.cpu import gemm as library
+from fastlinear.kernels.cpu import grouped
 
 _WHY_NOT = library.reason_not()
 pytestmark = pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))
@@ -134,15 +136,16 @@ def test_gradients() -> None:
     same(gemm.grad_weight(dpre, apart), dpre.t(), apart)
 
 
-def test_it_is_for_float32_on_the_cpu() -> None:
+def test_it_is_for_float32_and_bfloat16_on_the_cpu() -> None:
     def why(dtype: str, device: str) -> str | None:
         return gemm.reason_not(problem("forward", 8, 8, 8, dtype=dtype, device=device))
 
     assert why("float32", "cpu") is None
-    assert "float32 only" in (why("bfloat16", "cpu") or "")
+    assert why("bfloat16", "cpu") in (None, grouped.NO_HALF)
+    assert "not float16" in (why("float16", "cpu") or "")
     assert "CPU only" in (why("float32", "cuda") or "")
-    x, weight = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(4, 3, dtype=torch.bfloat16)
-    with pytest.raises(fl.UnsupportedError, match="float32 only"):
+    x, weight = torch.ones(2, 3, dtype=torch.float16), torch.ones(4, 3, dtype=torch.float16)
+    with pytest.raises(fl.UnsupportedError, match="not float16"):
         fl.linear_act(x, weight, backend="gemm_cpp")
 
 
@@ -157,3 +160,35 @@ def test_a_layer_by_name() -> None:
     torch.testing.assert_close(y.double(), exact, rtol=2e-5, atol=2e-6)
     for got, want in zip(grads, torch.autograd.grad(exact.sum(), wide), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.skipif(grouped.half_products() is None, reason="needs products of bfloat16")
+@pytest.mark.parametrize("shape", [(1, 64, 64), (7, 1, 5), (300, 129, 65), (64, 40, 1)])
+@pytest.mark.parametrize("name", ["none", "gelu", "relu"])
+def test_bfloat16_is_as_exact_as_torchs(shape: tuple[int, int, int], name: str) -> None:
+    """Forward and both gradients, of dense and of turned operands."""
+    m, k, n = shape
+    x, weight, bias = (drawn(*size).bfloat16() for size in ((m, k), (n, k), (n,)))
+    dpre = drawn(m, n).bfloat16()
+    for a, w, d in ((x, weight, dpre), (turned(x), turned(weight), turned(dpre))):
+        found = gemm.forward(a, w, bias, name, True)
+        exact = reference.forward(a.double(), w.double(), bias.double(), name, True)
+        theirs = reference.forward(a, w, bias, name, True)
+        pairs = [*zip(("y", "pre"), found, theirs, exact, strict=True)]
+        grads = gemm.grad_input(d, w), gemm.grad_weight(d, a)
+        own = reference.grad_input(d, w), reference.grad_weight(d, a)
+        oracle = (
+            reference.grad_input(d.double(), w.double()),
+            reference.grad_weight(d.double(), a.double()),
+        )
+        for label, ours, torchs, right in (
+            *pairs,
+            *zip(("dx", "dW"), grads, own, oracle, strict=True),
+        ):
+            assert ours is not None
+            verdict = judge(label, ours, torchs, right)
+            assert verdict.passed, str(verdict)
+
+
+def turned(t: Tensor) -> Tensor:
+    return t.t().contiguous().t()

@@ -43,6 +43,7 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
     x = "t" if p.option("x") == "strided" else "n"
     w = "t" if p.option("w") == "nk" else "n"
     library, activation, dtype = _PRODUCTS[backend], p.option("activation"), p.dtype
+    passes = library if dtype == "bfloat16" else _PASSES[backend]
     bias = ("bias",) if p.option("bias") == "yes" else ()
     plain = activation == "none" and not bias
     if p.piece == "forward":
@@ -50,7 +51,7 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
         if plain:
             return made
         kept = ("kept",) if p.needs_grad and activation != "none" else ()
-        return (*made, *passed(f"{_PASSES[backend]} epilogue", m, n, activation, *bias, *kept))
+        return (*made, *passed(f"{passes} epilogue", m, n, activation, *bias, *kept))
     if p.piece == "grad_pre":
         name = f"{_PASSES[backend]} derivative"
         return () if plain else passed(name, m, n, activation, *bias)

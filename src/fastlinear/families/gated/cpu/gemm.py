@@ -15,6 +15,8 @@ from fastlinear.families.linear.cpu import gemm as products
 
 def reason_not(problem: Problem) -> str | None:
     """Why it cannot serve a Problem of any piece, or None. Compiles nothing."""
+    if problem.device == "cpu" and problem.dtype != "float32":
+        return f"float32 only, not {problem.dtype}"
     return products.reason_not(problem) or cpp_gate.reason_not()
 
 

@@ -3,7 +3,7 @@
 
 #include "../../../../kernels/cpu/threads.h"
 #include "../../../../kernels/cpu/vectors.h"
-#include "../../cpu/grouped_tiles.h"
+#include "../../../../kernels/cpu/grouped_tiles.h"
 
 #include <algorithm>
 #include <atomic>

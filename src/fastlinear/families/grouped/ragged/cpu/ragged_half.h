@@ -1,7 +1,7 @@
 // Tasks in bfloat16, for processors with AMX: grouped_linear's blocks on the rows of a group.
 #pragma once
 
-#include "../../cpu/grouped_half.h"
+#include "../../../../kernels/cpu/grouped_half.h"
 #include "ragged_call.h"
 
 namespace {

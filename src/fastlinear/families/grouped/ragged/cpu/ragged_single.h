@@ -2,7 +2,7 @@
 // and its derivative on rows that are in the caches.
 #pragma once
 
-#include "../../cpu/grouped_rows.h"
+#include "../../../../kernels/cpu/grouped_rows.h"
 #include "ragged_call.h"
 
 namespace {

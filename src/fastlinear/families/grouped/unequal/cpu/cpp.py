@@ -16,9 +16,10 @@ import torch
 
 from fastlinear.activations.reference import CODES
 from fastlinear.core.problem import Problem
-from fastlinear.families.grouped.cpu.cpp import why_no_products, why_no_vectors
+from fastlinear.families.grouped.cpu.cpp import why_no_products
 from fastlinear.families.grouped.unequal.layout import Backward, Forward, Sizes
 from fastlinear.fastpath import recorder
+from fastlinear.kernels.cpu.grouped import why_no_vectors
 from fastlinear.native import cpp_build
 
 SOURCE = Path(__file__).with_name("unequal.cpp")

@@ -7,8 +7,8 @@
 // grouped_linear. Sums run in float32 in an order that depends on the sizes alone, so that results do
 // not depend on the number of threads.
 
-#include "../../cpu/grouped_half.h"
-#include "../../cpu/grouped_single.h"
+#include "../../../../kernels/cpu/grouped_half.h"
+#include "../../../../kernels/cpu/grouped_single.h"
 #include "unequal_dots.h"
 
 #include <vector>

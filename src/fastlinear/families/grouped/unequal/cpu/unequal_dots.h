@@ -2,7 +2,7 @@
 // lies. A weight that serves few tokens is not worth laying out anew.
 #pragma once
 
-#include "../../cpu/grouped_call.h"
+#include "../../../../kernels/cpu/grouped_call.h"
 
 namespace {
 

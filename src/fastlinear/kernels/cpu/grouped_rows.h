@@ -2,8 +2,8 @@
 // and the activations on the way.
 #pragma once
 
-#include "../../../activations/cpp.h"
-#include "../../../kernels/cpu/vectors.h"
+#include "../../activations/cpp.h"
+#include "vectors.h"
 
 #include <algorithm>
 

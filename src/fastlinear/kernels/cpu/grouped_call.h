@@ -1,7 +1,7 @@
 // What one call is made of, as cpp.py writes it.
 #pragma once
 
-#include "../../../kernels/cpu/threads.h"
+#include "threads.h"
 #include "grouped_rows.h"
 
 namespace {

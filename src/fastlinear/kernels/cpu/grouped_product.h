@@ -1,7 +1,7 @@
 // C = A B + bias or C + A B in float32: A's numbers broadcast, B's and C's rows in vectors.
 #pragma once
 
-#include "../../../kernels/cpu/vectors.h"
+#include "vectors.h"
 
 #include <algorithm>
 

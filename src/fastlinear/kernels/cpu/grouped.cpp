@@ -11,7 +11,7 @@
 //   grouped_rows.h     layouts and activations    grouped_half.h    the same in bfloat16
 //   grouped_tiles.h    products of bfloat16, by AMX or in vectors
 
-#include "../../../kernels/cpu/large_pages.h"
+#include "large_pages.h"
 #include "grouped_half.h"
 #include "grouped_single.h"
 
