@@ -190,5 +190,23 @@ def test_bfloat16_is_as_exact_as_torchs(shape: tuple[int, int, int], name: str) 
             assert verdict.passed, str(verdict)
 
 
+@pytest.mark.skipif(grouped.half_products() is None, reason="needs products of bfloat16")
+@pytest.mark.parametrize("shape", [(0, 8, 8), (4, 0, 8), (4, 8, 0)])
+def test_empty_bfloat16_has_zeros_where_torch_has(shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    x, weight, bias = (drawn(*size).bfloat16() for size in ((m, k), (n, k), (n,)))
+    dpre = drawn(m, n).bfloat16()
+    for _ in range(3):
+        torch.full((64, 64), torch.nan)  # so that new memory is no zeros by chance
+        y, pre = gemm.forward(x, weight, bias, "gelu", True)
+        expected = reference.forward(x, weight, bias, "gelu", True)
+        assert torch.equal(y, expected[0])
+        assert pre is not None
+        assert expected[1] is not None
+        assert torch.equal(pre, expected[1])
+        assert torch.equal(gemm.grad_input(dpre, weight), dpre @ weight)
+        assert torch.equal(gemm.grad_weight(dpre, x), dpre.t() @ x)
+
+
 def turned(t: Tensor) -> Tensor:
     return t.t().contiguous().t()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fastlinear.families.mlp import gpu_work
 from fastlinear.families.mlp.cuda import rows
 from fastlinear.families.mlp.cuda.rows import Rows
+from fastlinear.families.mlp.problem import problem
 from fastlinear.kernels.cuda.hopper import ARCH
 from tests.families import nvrtc_offline as nvrtc
 
@@ -59,6 +61,30 @@ def test_gradients_of_weights_stay_in_registers(dtype: torch.dtype) -> None:
     found = nvrtc.usage(rows.grads_source(dtype), "row_grads.cu", ARCH)
     assert {found[rows.GRADS_KERNEL].frame, found[rows.SUMS_KERNEL].frame} == {0}
     assert found[rows.GRADS_KERNEL].registers <= 168, "384 threads share 65536 registers"
+
+
+@pytest.mark.parametrize("widths", [TOWER, POLICY, COORDINATES, NARROW], ids=str)
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_its_work_can_be_priced(widths: tuple[int, ...], activation: str) -> None:
+    """The work grows with the rows, and a backward has that of all dW besides."""
+    kinds, longest = [], []
+    for piece in ("forward", "backward"):
+        for m in (256, 1 << 16):
+            p = problem(
+                *(piece, m, widths),
+                dtype="bfloat16",
+                device="cuda",
+                activation=activation,
+                needs_grad=True,
+            )
+            works = gpu_work.work(p, "rows_cuda")
+            assert works is not None
+            kinds.append({w.kind for w in works})
+            longest.append(max(w.units for w in works))
+    assert longest[0] < longest[1]
+    assert longest[2] < longest[3]
+    assert any(kind.endswith("grads") for kind in kinds[2])
+    assert not any(kind.endswith("grads") for kind in kinds[0])
 
 
 def test_a_launch_is_shared_out_by_a_model_of_its_time() -> None:

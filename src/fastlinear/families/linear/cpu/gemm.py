@@ -13,6 +13,7 @@ from torch import Tensor
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import about_to_run
+from fastlinear.families.linear import reference
 from fastlinear.kernels.cpu import elementwise, gemm, grouped
 from fastlinear.native import cpp_build
 
@@ -72,6 +73,8 @@ def grad_input(dpre: Tensor, weight: Tensor) -> Tensor:
 def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
     """dW (N, K) = dpreᵀ (N, M) @ x (M, K)."""
     if dpre.dtype is torch.bfloat16:
+        if not (dpre.numel() and x.numel()):
+            return dpre.new_zeros(dpre.shape[1], x.shape[1])
         dw = dpre.new_empty(dpre.shape[1], x.shape[1])
         weight = dw[None]  # of whose shape it is
         grouped.run_backward(
@@ -84,6 +87,8 @@ def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
 def _half_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None]:
+    if not (x.numel() and weight.numel()):  # nothing to multiply
+        return reference.forward(x, weight, bias, activation, save_pre)
     if save_pre and activation_of(activation).saved != "pre":  # such calls keep the result alone
         pre, _ = _half_forward(x, weight, bias, "none", False)
         return pre if activation == "none" else activation_of(activation).value(pre), pre

@@ -35,6 +35,7 @@ _CHUNK = 4  # blocks of 64 columns that accumulators hold
 _REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 _MOST_BLOCKS = {1: 8, 2: 8, 3: 3, 4: 2}  # of columns, whose sums fit those registers
 
+# Guesses by arithmetic, all of these, until the sweep ``mlp-rows`` was run.
 # Microseconds of each of ``terms``; for every number of consumers those of a round's products, its
 # blocks of results and its steps.
 _PRODUCT, _FINISH, _STEP = 7.3e-2, 0.085, 0.28
