@@ -164,6 +164,19 @@ def test_configurations(config: WholeConfig, dtype: torch.dtype) -> None:
     check(70, (37, 50, 40, 20), dtype, "silu", "tanh", config=config)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+@pytest.mark.parametrize("M", [10_000, 40_000, 70_001])
+@pytest.mark.parametrize(
+    "widths",
+    [(3, 128, 100, 1), (16, 65, 80, 9), (8, 64, 64, 8), (20, 128, 96, 32), (33, 128, 128, 40)],
+    ids=str,
+)
+def test_many_rows(widths: tuple[int, ...], M: int) -> None:
+    """Ends narrower than the parts that are added up for them."""
+    check(M, widths, torch.bfloat16, "gelu", "none", repeats=False)
+
+
 @compares
 def test_tf32_operands_are_rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "matmul_precision", lambda dtype: "high")

@@ -52,6 +52,8 @@ def forward_config(
     if block_m == 128 and capability[0] == 9:
         # One program fills a multiprocessor's registers; its shared memory holds weights
         return WholeConfig(block_m, 8, 1, _RESIDENT_TILES, 0, 1)
+    if _has_narrow_parts(widths) and max(widths) > 64:
+        return WholeConfig(32, 8, ahead=1)
     return WholeConfig(block_m, block_m // 16, ahead=0, chunk=64)
 
 
@@ -60,8 +62,18 @@ def backward_config(M: int, widths: tuple[int, ...], dtype: torch.dtype, units: 
     wide = max(widths) > 64
     if dtype.itemsize == 4:
         return WholeConfig(_block_rows(M, units, 32), 8 if wide else 4, ahead=0, chunk=64)
-    block_m = _block_rows(M, units, 64)
+    block_m = _block_rows(M, units, 32 if _has_narrow_parts(widths) else 64)
     return WholeConfig(block_m, 4, ahead=1, chunk=64)
+
+
+def _has_narrow_parts(widths: tuple[int, ...]) -> bool:
+    """Whether widths have parts below 64 columns.
+
+    From 64 rows on Triton multiplies 16 bits by Hopper's wgmma, and several such products, one of
+    them narrow, may be wrong or read memory that is not theirs (3-128-100-1 with 70,001 rows,
+    Triton 3.6, H200; triton-lang/triton#11366). By 32 rows they are right.
+    """
+    return any(min(parts_of(width, 64)) < 64 for width in widths)
 
 
 def grads_config(dtype: torch.dtype) -> WholeConfig:
