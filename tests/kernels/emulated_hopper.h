@@ -1,8 +1,8 @@
-// What hopper_words.h and hopper_async.h are to a kernel for Hopper, for a CPU: the threads of a cluster
+// What hopper_words.h and hopper_async.h are to a kernel for Hopper, for a CPU: the threads of a block
 // are fibers that take turns; TMA, barriers and wgmma do at once what they are asked. Shared memory
 // begins as NaN. What waits for nothing it needs computes with what is not there yet.
 //
-// Macros from the host: IS_BF16 CLUSTER EMULATED_THREADS (of a block). A TensorMap is an Extent here.
+// Macros from the host: IS_BF16 EMULATED_THREADS (of a block). A TensorMap is an Extent here.
 
 #include <math.h>
 #include <stdio.h>
@@ -73,20 +73,16 @@ struct Block {
   u32 exchange[32][32];
 };
 
-Block blocks[CLUSTER];
-Fiber fibers[CLUSTER * EMULATED_THREADS];
+Block block;
+Fiber fibers[EMULATED_THREADS];
 ucontext_t home;
-int current, first_block, grid_row;
+int current;
+Place blockIdx;
 long long idle;
-Meeting whole;
 Index gridDim;
 char smem[1];
 
-#define threadIdx (Index{current % EMULATED_THREADS})
-#define blockIdx (Place{first_block + current / EMULATED_THREADS, grid_row})
-
-inline Block& block() { return blocks[current / EMULATED_THREADS]; }
-inline int warp_of_block() { return current % EMULATED_THREADS / 32; }
+#define threadIdx (Index{current})
 
 inline void yield() {
   if (++idle > 400000000LL) {
@@ -109,23 +105,25 @@ inline void meet(Meeting& meeting, int count) {
   while (meeting.turn == turn) yield();
 }
 
-inline void bar_sync(int id, int threads) { meet(block().named[id], threads); }
-inline void bar_arrive(int id, int threads) { arrive(block().named[id], threads); }
+inline void bar_sync(int id, int threads) { meet(block.named[id], threads); }
+inline void bar_arrive(int id, int threads) { arrive(block.named[id], threads); }
 inline void __syncthreads() { bar_sync(0, EMULATED_THREADS); }
-inline void __syncwarp() { meet(block().warps[warp_of_block()], 32); }
-inline void cluster_sync() { meet(whole, CLUSTER * EMULATED_THREADS); }
-inline u32 cluster_rank() { return current / EMULATED_THREADS; }
+inline void __syncwarp() { meet(block.warps[current / 32], 32); }
 inline u32 lane_id() { return current % 32; }
 inline void let_next_start() {}
 inline void wait_for_previous() {}
 
 inline int __shfl_sync(u32, int v, int lane) {
-  u32* const all = block().exchange[warp_of_block()];
+  u32* const all = block.exchange[current / 32];
   all[current % 32] = v;
   __syncwarp();
   const int found = all[lane];
   __syncwarp();
   return found;
+}
+
+inline u32 __shfl_xor_sync(u32, u32 v, int apart) {
+  return __shfl_sync(0, static_cast<int>(v), current % 32 ^ apart);
 }
 
 template <int>
@@ -172,23 +170,23 @@ inline u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }
 template <class T>
 inline T load(u32 at) {
   T v;
-  memcpy(&v, block().memory + at, sizeof(T));
+  memcpy(&v, block.memory + at, sizeof(T));
   return v;
 }
 inline unsigned short load_shared16(u32 at) { return load<unsigned short>(at); }
 inline u32 load_shared32(u32 at) { return load<u32>(at); }
 inline uint4 load_shared128(u32 at) { return load<uint4>(at); }
-inline void store_shared16(u32 at, unsigned short v) { memcpy(block().memory + at, &v, 2); }
-inline void store_shared128(u32 at, uint4 v) { memcpy(block().memory + at, &v, 16); }
+inline void store_shared16(u32 at, unsigned short v) { memcpy(block.memory + at, &v, 2); }
+inline void store_shared128(u32 at, uint4 v) { memcpy(block.memory + at, &v, 16); }
 
 inline void stmatrix(u32 at, u32 a, u32 b, u32 c, u32 d) {
-  u32* const all = block().exchange[warp_of_block()];
+  u32* const all = block.exchange[current / 32];
   const int lane = current % 32;
   const u32 words[4] = {a, b, c, d};
   all[lane] = at;
   __syncwarp();
   for (int m = 0; m < 4; ++m)
-    memcpy(block().memory + all[8 * m + lane / 4] + lane % 4 * 4, &words[m], 4);
+    memcpy(block.memory + all[8 * m + lane / 4] + lane % 4 * 4, &words[m], 4);
   __syncwarp();
 }
 
@@ -201,26 +199,24 @@ inline void settle(Mbarrier& barrier) {
 }
 
 inline void mbar_init(u32 bar, u32 count) {
-  block().barriers[bar] = {static_cast<int>(count), static_cast<int>(count), 0, 0};
+  block.barriers[bar] = {static_cast<int>(count), static_cast<int>(count), 0, 0};
 }
 
 inline void mbar_expect(u32 bar, u32 bytes) {
-  Mbarrier& barrier = block().barriers.at(bar);
+  Mbarrier& barrier = block.barriers.at(bar);
   barrier.bytes += bytes;
   --barrier.pending;
   settle(barrier);
 }
 
-inline void mbar_arrive_cta(u32 bar, u32 cta) {
-  Mbarrier& barrier = blocks[cta].barriers.at(bar);
+inline void mbar_arrive(u32 bar) {
+  Mbarrier& barrier = block.barriers.at(bar);
   --barrier.pending;
   settle(barrier);
 }
 
-inline void mbar_arrive(u32 bar) { mbar_arrive_cta(bar, cluster_rank()); }
-
 inline void mbar_wait(u32 bar, u32 parity) {
-  while (block().barriers.at(bar).phase == static_cast<int>(parity)) yield();
+  while (block.barriers.at(bar).phase == static_cast<int>(parity)) yield();
 }
 
 inline void fence_barriers() {}
@@ -240,19 +236,16 @@ template <int kPeers>
 inline void tma_load(u32 dst, const TensorMap* map, u32 bar, int x, int y) {
   Extent extent;
   memcpy(&extent, map->bytes, sizeof(extent));
-  const int own = cluster_rank();
-  for (int peer = kPeers == 1 ? own : 0; peer < (kPeers == 1 ? own + 1 : kPeers); ++peer) {
-    for (int r = 0; r < extent.box_rows; ++r) {
-      for (int c = 0; c < 64; ++c) {
-        const bool exists = y + r < extent.rows && x + c < extent.columns;
-        const unsigned short v = exists ? extent.from[(y + r) * extent.row_stride + x + c] : 0;
-        memcpy(blocks[peer].memory + swizzled(dst + r * 128 + c * 2), &v, 2);
-      }
+  for (int r = 0; r < extent.box_rows; ++r) {
+    for (int c = 0; c < 64; ++c) {
+      const bool exists = y + r < extent.rows && x + c < extent.columns;
+      const unsigned short v = exists ? extent.from[(y + r) * extent.row_stride + x + c] : 0;
+      memcpy(block.memory + swizzled(dst + r * 128 + c * 2), &v, 2);
     }
-    Mbarrier& barrier = blocks[peer].barriers.at(bar);
-    barrier.bytes -= extent.box_rows * 128;
-    settle(barrier);
   }
+  Mbarrier& barrier = block.barriers.at(bar);
+  barrier.bytes -= extent.box_rows * 128;
+  settle(barrier);
 }
 
 // ---------------------------------------------------------------- wgmma
@@ -297,31 +290,27 @@ inline void wgmma_first(float (&acc)[kCount], u64 a, u64 b) {
 
 // ---------------------------------------------------------------- launches
 
-static void run_grid(int count, int grid_rows, void (*body)()) {
-  static std::vector<std::vector<char>> stacks(CLUSTER * EMULATED_THREADS,
-                                               std::vector<char>(1 << 16));
-  gridDim.x = count;
-  for (int i = 0; i < count * grid_rows; i += CLUSTER) {
-    first_block = i % count, grid_row = i / count;
+static void run_grid(int columns, int rows, void (*body)()) {
+  static std::vector<std::vector<char>> stacks(EMULATED_THREADS, std::vector<char>(1 << 16));
+  gridDim.x = columns;
+  for (int i = 0; i < columns * rows; ++i) {
+    blockIdx = {i % columns, i / columns};
     idle = 0;
-    whole = Meeting();
-    for (Block& b : blocks) {
-      memset(b.memory, 0xff, sizeof(b.memory));
-      b.barriers.clear();
-      for (Meeting& m : b.named) m = Meeting();
-      for (Meeting& m : b.warps) m = Meeting();
-    }
-    for (int i = 0; i < CLUSTER * EMULATED_THREADS; ++i) {
-      Fiber& fiber = fibers[i];
+    memset(block.memory, 0xff, sizeof(block.memory));
+    block.barriers.clear();
+    for (Meeting& m : block.named) m = Meeting();
+    for (Meeting& m : block.warps) m = Meeting();
+    for (int thread = 0; thread < EMULATED_THREADS; ++thread) {
+      Fiber& fiber = fibers[thread];
       fiber.done = false;
       getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = stacks[i].data();
-      fiber.context.uc_stack.ss_size = stacks[i].size();
+      fiber.context.uc_stack.ss_sp = stacks[thread].data();
+      fiber.context.uc_stack.ss_size = stacks[thread].size();
       fiber.context.uc_link = &home;
       makecontext(&fiber.context, body, 0);
     }
-    for (int left = CLUSTER * EMULATED_THREADS; left;) {
-      for (current = 0; current < CLUSTER * EMULATED_THREADS; ++current) {
+    for (int left = EMULATED_THREADS; left;) {
+      for (current = 0; current < EMULATED_THREADS; ++current) {
         if (fibers[current].done) continue;
         swapcontext(&home, &fibers[current].context);
         left -= fibers[current].done;

@@ -58,12 +58,11 @@ def _chosen(p: Problem) -> Rows:
 
 
 def _candidates(p: Problem) -> list[Rows]:
-    """What calls choose from, with fewer slots and without turns, too."""
+    """What calls choose from, with fewer slots, too."""
     steps, found = _steps(p), []
     for config in rows.candidates(steps, p["backward"], False):
         fewer = replace(config, stages=max(2, config.stages // 2))
         found += [config, fewer]
-        found += [replace(c, turns=False) for c in (config, fewer) if c.turns]
     return [c for c in dict.fromkeys(found) if c.invalid(steps, p["backward"], False) is None]
 
 
@@ -101,7 +100,7 @@ KIND = Kind(
     draw=_draw,
     chosen=_chosen,
     candidates=_candidates,
-    microseconds=lambda p, c: c.microseconds(p["M"], _steps(p), _UNITS),
+    microseconds=lambda p, c: c.microseconds(p["M"], _steps(p), p["backward"], _UNITS),
     inputs=_inputs,
     run=_run,
     terms=_terms,

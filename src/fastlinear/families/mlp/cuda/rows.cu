@@ -12,16 +12,16 @@
 //             derivative of the last activation. Beside g, what the layer below gave may be written,
 //             as the gradients of weights read it: recomputed, or in rows that begin on 16 bytes.
 //
-// CLUSTER blocks share what comes by TMA: each asks for a part of every tile and sends it to all. With
-// TURNS consumers issue their products by turns, so that one finishes rows while the other
-// multiplies. RESIDENT: the ring holds all tiles, which are loaded once.
+// Two consumers issue their products by turns, so that one finishes rows while the other multiplies.
+// RESIDENT: the ring holds all tiles, which are loaded once. Blocks share nothing: those of a cluster
+// that did waited for each other (docs/facts.md).
 //
 // Padding: columns are padded to 64 with zeros, of weights by TMA; results beyond the width are
 // set to zero, so that no NaN of theirs meets a weight.
 //
 // hopper_words.h, activations/cuda.h and hopper_async.h come before this file. Macros from the host:
-// IS_BF16 BACKWARD CONSUMERS CLUSTER STAGES SLOT_BLOCKS (blocks of 64 columns in a slot of the ring)
-// ROW_BLOCKS (the same of the widest rows) RESIDENT TURNS STAGED (whether anything is written aside)
+// IS_BF16 BACKWARD CONSUMERS STAGES SLOT_BLOCKS (blocks of 64 columns in a slot of the ring)
+// ROW_BLOCKS (the same of the widest rows) RESIDENT STAGED (whether anything is written aside)
 // RECOMPUTE (backward: what is kept is what activations read) BIASES (numbers of all biases, each padded to 64) MAX_STEPS ACT FINAL, bits of the column blocks that hidden steps have (HIDDEN) and
 // that the last one has (LAST), CONSUMER_REGISTERS, PRODUCER_REGISTERS (0: as launched), and the
 // functions wgmma and wgmma_first for accumulators of 32, 64, 96 and 128.
@@ -30,6 +30,7 @@ constexpr int BLOCK_BYTES = 64 * 128;  // 64 rows of 64 numbers, swizzled
 constexpr int SLOT_BYTES = SLOT_BLOCKS * BLOCK_BYTES;
 constexpr int CHUNK = 4;               // blocks of 64 columns that accumulators hold at most
 constexpr int THREADS = 128 * (CONSUMERS + 1);
+constexpr bool TURNS = CONSUMERS == 2;
 
 constexpr int ROWS_OFFSET = STAGES * SLOT_BYTES;
 constexpr int STAGED_OFFSET = ROWS_OFFSET + CONSUMERS * ROW_BLOCKS * BLOCK_BYTES;
@@ -38,7 +39,7 @@ constexpr int BAR_OFFSET = BIAS_OFFSET + 2 * BIASES;
 constexpr int TURN = STAGES > 1 ? STAGES - 1 : 1;  // tiles of a turn, where a layer has more than the ring
 
 struct Params {
-  TensorMap weight[MAX_STEPS];          // in boxes of 64 numbers and 64 / CLUSTER rows
+  TensorMap weight[MAX_STEPS];          // in boxes of 64 numbers and 64 rows
   const unsigned short* in;             // (rows, width[0]): x or dy
   const unsigned short* bias[MAX_STEPS];   // forward: (width[s + 1]) or null
   unsigned short* out[MAX_STEPS];       // the step's results (rows, width[s + 1]) or null
@@ -79,22 +80,16 @@ struct Ring {
     return before;
   }
 
-  // A consumer's reads of a slot are done: lets the blocks that fill it know.
+  // A warp's reads of a slot are done.
   __device__ __forceinline__ void release(int which) const {
     if (RESIDENT) return;
-    const u32 lane = lane_id();
-    if (CLUSTER > 1) {
-      if (lane < CLUSTER) mbar_arrive_cta(empty(which), lane);
-    } else if (lane == 0) {
-      mbar_arrive(empty(which));
-    }
+    if (lane_id() == 0) mbar_arrive(empty(which));
   }
 };
 
 // One thread fills the ring with the tiles of all steps, in the order of their use, over and over.
-__device__ __forceinline__ void produce(const Params& p, u32 base, u32 rank, int rounds) {
+__device__ __forceinline__ void produce(const Params& p, u32 base, int rounds) {
   Ring ring{base, 0, 1};  // a fresh barrier counts as "previous phase done"
-  constexpr int kPart = 64 / CLUSTER;
   for (int round = 0; round < (RESIDENT ? 1 : rounds); ++round) {
     for (int s = 0; s < p.steps; ++s) {
       const int k_tiles = blocks_of(p.width[s]), blocks = blocks_of(p.width[s + 1]);
@@ -104,13 +99,9 @@ __device__ __forceinline__ void produce(const Params& p, u32 base, u32 rank, int
           if (!RESIDENT) mbar_wait(ring.empty(ring.stage), ring.phase);
           mbar_expect(ring.full(), count * BLOCK_BYTES);
           for (int b = 0; b < count; ++b) {
-            const u32 to = ring.slot() + b * BLOCK_BYTES + rank * (BLOCK_BYTES / CLUSTER);
             const int out = (first + b) * 64, in = kt * 64;
-            if (BACKWARD) {
-              tma_load<CLUSTER>(to, &p.weight[s], ring.full(), out, in + rank * kPart);
-            } else {
-              tma_load<CLUSTER>(to, &p.weight[s], ring.full(), in, out + rank * kPart);
-            }
+            tma_load<1>(ring.slot() + b * BLOCK_BYTES, &p.weight[s], ring.full(),
+                        BACKWARD ? out : in, BACKWARD ? in : out);
           }
           ring.advance();
         }
@@ -164,38 +155,56 @@ __device__ __forceinline__ u32 graded_word(u32 dy, u32 saved) {
   return pack(graded<A>(a, s), graded<A>(b, t));
 }
 
+// Eight numbers of dy times the last activation's derivative.
+__device__ __forceinline__ uint4 graded_piece(uint4 v, uint4 s, int left) {
+  v = {graded_word<FINAL>(v.x, s.x), graded_word<FINAL>(v.y, s.y), graded_word<FINAL>(v.z, s.z),
+       graded_word<FINAL>(v.w, s.w)};
+  u32* const words = &v.x;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {  // of what does not exist the derivative may be anything
+    if (2 * e >= left) words[e] = 0;
+    else if (2 * e + 1 >= left) words[e] &= 0xffff;
+  }
+  return v;
+}
+
 // The first rows of a round: x, or dy times the derivative of the last activation.
 __device__ __forceinline__ void load_rows(const Params& p, u32 rows, int first_row, int thread) {
   const int n = p.width[0], blocks = blocks_of(n), piece = thread & 7;
   const bool aligned = on_16_bytes(p.in, p.in_stride);
   const bool graded_too = BACKWARD && FINAL != ACT_NONE && p.in_saved != nullptr;
   const bool dense = on_16_bytes(p.in_saved, n), wide = on_16_bytes(p.in_out, p.pitch[0]);
-  for (int b = 0; b < blocks; ++b) {
-    const int column = b * 64 + piece * 8, left = n - column;
+  for (int first = 0; first < blocks; first += CHUNK) {
+    uint4 values[CHUNK][4];  // all on their way at once
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = i * 16 + (thread >> 3), at = first_row + row;
-      uint4 v = {0, 0, 0, 0};
-      if (at < p.rows && left > 0) {
-        v = read_piece(p.in + at * p.in_stride + column, left, aligned);
-        if (graded_too) {
-          const unsigned short* const from = p.in_saved + static_cast<long long>(at) * n + column;
-          const uint4 s = read_piece(from, left, dense);
-          v = {graded_word<FINAL>(v.x, s.x), graded_word<FINAL>(v.y, s.y),
-               graded_word<FINAL>(v.z, s.z), graded_word<FINAL>(v.w, s.w)};
-          if (left < 8) {  // of what does not exist the derivative may be anything
-            u32* const words = &v.x;
+    for (int b = 0; b < CHUNK; ++b) {
+      const int column = (first + b) * 64 + piece * 8;
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              if (2 * e >= left) words[e] = 0;
-              else if (2 * e + 1 >= left) words[e] &= 0xffff;
-            }
-          }
-        }
-        if (BACKWARD && p.in_out != nullptr)
-          write_piece(p.in_out + static_cast<long long>(at) * p.pitch[0] + column, v, left, wide);
+      for (int i = 0; i < 4; ++i) {
+        const int at = first_row + i * 16 + (thread >> 3);
+        values[b][i] = {0, 0, 0, 0};
+        if (at < p.rows && column < n)
+          values[b][i] = read_piece(p.in + at * p.in_stride + column, n - column, aligned);
       }
-      store_shared128(piece_at(rows, b, row, piece), v);
+    }
+#pragma unroll
+    for (int b = 0; b < CHUNK; ++b) {
+      if (first + b >= blocks) break;
+      const int column = (first + b) * 64 + piece * 8, left = n - column;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = i * 16 + (thread >> 3), at = first_row + row;
+        uint4 v = values[b][i];
+        if (at < p.rows && left > 0) {
+          if (graded_too) {
+            const unsigned short* const from = p.in_saved + static_cast<long long>(at) * n + column;
+            v = graded_piece(v, read_piece(from, left, dense), left);
+          }
+          if (BACKWARD && p.in_out != nullptr)
+            write_piece(p.in_out + static_cast<long long>(at) * p.pitch[0] + column, v, left, wide);
+        }
+        store_shared128(piece_at(rows, first + b, row, piece), v);
+      }
     }
   }
 }
@@ -230,6 +239,13 @@ __device__ __forceinline__ void put(u32 to, const u32* words, int warp) {
 
 // ---------------------------------------------------------------- one step
 
+// The second word of one thread for the first of another, whose numbers differ by ``apart``.
+__device__ __forceinline__ void exchange(u32& first, u32& second, bool is_upper, int apart) {
+  const u32 other = __shfl_xor_sync(0xffffffffu, is_upper ? first : second, apart);
+  if (is_upper) first = other;
+  else second = other;
+}
+
 // Where a step is: its rows, and what it reads and writes.
 struct Step {
   const Params& p;
@@ -247,25 +263,60 @@ struct Step {
     __syncwarp();
   }
 
-  // Words 2j + h of 64 columns of what the derivative reads, as the accumulators lie.
-  __device__ __forceinline__ void read(u32 (&words)[16], int column) const {
-    const int lane = lane_id(), c = column + 2 * (lane & 3);
-    const int row = first_row + warp * 16 + (lane >> 2);
-    const unsigned short* const from = p.saved[s] + static_cast<long long>(row) * n + c;
-    const bool words_fit = ((reinterpret_cast<u64>(p.saved[s]) & 3) | (n & 1)) == 0;
-    if (words_fit && column + 64 <= n && first_row + 64 <= p.rows) {
+  // Whether what the derivative reads comes 16 bytes at a time.
+  __device__ __forceinline__ bool pieces() const { return on_16_bytes(p.saved[s], n); }
+
+  // Loads of 64 columns of what the derivative reads, as accumulators lie: word 2j + h is of row h,
+  // columns 8j + 2 (lane % 4) and the next. Four threads have 64 bytes of a row, which they load as 16
+  // bytes each of two pieces where they can; `arrange` then gives each its own.
+  __device__ __forceinline__ void fetch(u32* words, int column) const {
+    const int quad = lane_id() & 3, row = first_row + warp * 16 + (lane_id() >> 2);
+    const unsigned short* const from = p.saved[s] + static_cast<long long>(row) * n;
+    if (pieces()) {
 #pragma unroll
-      for (int i = 0; i < 16; ++i)
-        words[i] = *reinterpret_cast<const u32*>(from + (i & 1) * 8 * n + 8 * (i >> 1));
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          const int col = column + 32 * t + 8 * quad;
+          uint4 v = {0, 0, 0, 0};
+          if (row + 8 * h < p.rows && col < n)
+            v = *reinterpret_cast<const uint4*>(from + 8 * h * n + col);
+          words[8 * t + h] = v.x, words[8 * t + 2 + h] = v.y;
+          words[8 * t + 4 + h] = v.z, words[8 * t + 6 + h] = v.w;
+        }
+      }
       return;
     }
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const int col = c + 8 * (i >> 1);
-      const unsigned short* const here = from + (i & 1) * 8 * n + 8 * (i >> 1);
+      const int col = column + 8 * (i >> 1) + 2 * quad;
+      const unsigned short* const here = from + (i & 1) * 8 * n + col;
       words[i] = 0;
       if (row + 8 * (i & 1) < p.rows && col < n)
         words[i] = here[0] | (col + 1 < n ? static_cast<u32>(here[1]) << 16 : 0);
+    }
+  }
+
+  __device__ __forceinline__ bool reads() const { return BACKWARD && p.saved[s] != nullptr; }
+
+  // What the derivative reads of the first columns, on its way while the products are made.
+  template <int NB>
+  __device__ __forceinline__ void fetch_all(u32* words) const {
+    if (!reads()) return;
+#pragma unroll
+    for (int c = 0; c < NB; ++c) fetch(words + 16 * c, 64 * c);
+  }
+
+  __device__ __forceinline__ void arrange(u32* words) const {
+    if (!pieces()) return;
+    const bool odd = lane_id() & 1, high = lane_id() & 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // four words of four threads, turned over
+      u32* const w = words + (i >> 1) * 8 + (i & 1);
+      exchange(w[0], w[2], odd, 1);
+      exchange(w[4], w[6], odd, 1);
+      exchange(w[0], w[4], high, 2);
+      exchange(w[2], w[6], high, 2);
     }
   }
 };
@@ -319,39 +370,45 @@ __device__ __forceinline__ void multiply(float (&acc)[32 * NB], Ring& ring, u32 
 
 // Accumulators to results of 16 bits, 64 columns of 64 rows at a time, from column `first` on:
 // acc[32 c + 4 j + 2 h + e] is at row 16 warp + lane / 4 + 8 h, column 64 c + 8 j + 2 (lane % 4) + e.
-// kAhead: what derivatives read of the next columns is on its way meanwhile.
-template <int NB, int A, bool kAhead>
+// kEarly: what derivatives read is on its way already, to where the results will be.
+template <int NB, int A, bool kEarly>
 __device__ __forceinline__ void finish(float (&acc)[32 * NB], u32 (&words)[16 * NB], const Step& t,
                                        int first) {
-  const bool reads = BACKWARD && t.p.saved[t.s] != nullptr;
-  u32 saved[16];
-  if (kAhead && reads) t.read(saved, first);
+  const bool reads = t.reads();
 #pragma unroll
   for (int c = 0; c < NB; ++c) {
     float* const v = acc + 32 * c;
     u32* const w = words + 16 * c;
     const int column = first + 64 * c;
     if (BACKWARD) {
-      u32 now[16];
-      if (!kAhead && reads) t.read(saved, column);
+      u32 given[16];
+      if (reads) {
+        if (!kEarly) t.fetch(w, column);
+        t.arrange(w);
 #pragma unroll
-      for (int i = 0; i < 16; ++i) now[i] = saved[i];
-      if (kAhead && reads && c + 1 < NB) t.read(saved, column + 64);
+        for (int i = 0; i < 16; ++i) given[i] = w[i];
+      }
       if (STAGED && t.p.aside[t.s] != nullptr) {
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           float low, high;
-          unpack(now[i], low, high);
-          w[i] = RECOMPUTE ? pack(act<A>(low), act<A>(high)) : now[i];
+          unpack(given[i], low, high);
+          w[i] = given[i];
+          if (RECOMPUTE) {
+            float* const g = v + 2 * i;
+            const float y = act_and_grad<A>(low, g[0], g[0]), z = act_and_grad<A>(high, g[1], g[1]);
+            w[i] = pack(y, z);
+          }
         }
         t.set_aside(w, column);
       }
+      const bool left = A != ACT_NONE && reads && !(STAGED && RECOMPUTE && t.p.aside[t.s] != nullptr);
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         float a = v[2 * i], b = v[2 * i + 1];
-        if (A != ACT_NONE && reads) {
+        if (left) {
           float low, high;
-          unpack(now[i], low, high);
+          unpack(given[i], low, high);
           a = graded<A>(a, low);
           b = graded<A>(b, high);
         }
@@ -408,16 +465,18 @@ __device__ __forceinline__ void hand_on(const u32 (&words)[16 * NB], const u32* 
 
 template <int NB, int A, bool kHeld>
 __device__ __forceinline__ void step(Ring& ring, const Step& t, int k_tiles) {
+  constexpr bool kEarly = CONSUMERS <= 2 && ROW_BLOCKS <= CHUNK;  // else registers are scarce
   u32 held[kHeld ? 16 * CHUNK : 1];
   if constexpr (kHeld) {
     float acc[32 * CHUNK];
     multiply<CHUNK>(acc, ring, t.rows, k_tiles, t.consumer);
-    finish<CHUNK, A, true>(acc, held, t, 0);
+    finish<CHUNK, A, kEarly>(acc, held, t, 0);
   }
   float acc[32 * NB];
   u32 words[16 * NB];
+  if constexpr (kEarly) t.fetch_all<NB>(words);
   multiply<NB>(acc, ring, t.rows, k_tiles, t.consumer);
-  finish<NB, A, !kHeld>(acc, words, t, kHeld ? 64 * CHUNK : 0);
+  finish<NB, A, kEarly>(acc, words, t, kHeld ? 64 * CHUNK : 0);
   hand_on<NB, kHeld>(words, held, t);
 }
 
@@ -435,14 +494,13 @@ __device__ __forceinline__ void choose(Ring& ring, const Step& t, int k_tiles) {
   if constexpr ((BLOCKS >> 8 & 1) != 0) if (blocks == 8) return step<4, A, true>(ring, t, k_tiles);
 }
 
-__device__ __forceinline__ void consume(const Params& p, u32 base, u32 rank, int consumer,
-                                        int thread, int rounds) {
+__device__ __forceinline__ void consume(const Params& p, u32 base, int consumer, int thread,
+                                        int rounds) {
   Ring ring{base, 0, 0};
   const u32 rows = base + ROWS_OFFSET + consumer * (ROW_BLOCKS * BLOCK_BYTES);
   if (TURNS && consumer == 1) bar_arrive(1, 256);  // consumer 0 starts
   for (int round = 0; round < rounds; ++round) {
-    const int block = (blockIdx.x / CLUSTER + round * (gridDim.x / CLUSTER)) * CLUSTER + rank;
-    const int first_row = (block * CONSUMERS + consumer) * 64;
+    const int first_row = ((blockIdx.x + round * gridDim.x) * CONSUMERS + consumer) * 64;
     bar_sync(4 + consumer, 128);  // the last results have been read
     load_rows(p, rows, first_row, thread);
     fence_async();
@@ -467,13 +525,12 @@ whole_mlp_rows(const __grid_constant__ Params p) {
   const u32 base = smem_addr(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   const int thread = threadIdx.x % 128;
-  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
 
   if (threadIdx.x == 0) {
     const Ring ring{base, 0, 0};
     for (int i = 0; i < STAGES; ++i) {
       mbar_init(base + BAR_OFFSET + i * 8, 1);
-      mbar_init(ring.empty(i), 4 * CONSUMERS * CLUSTER);
+      mbar_init(ring.empty(i), 4 * CONSUMERS);
     }
     fence_barriers();
   }
@@ -489,22 +546,17 @@ whole_mlp_rows(const __grid_constant__ Params p) {
       at += padded;
     }
   }
-  __syncwarp();
-  if constexpr (CLUSTER > 1) cluster_sync(); else __syncthreads();
+  __syncthreads();
   let_next_start();
 
-  // Rounds of all blocks of a cluster alike: they share the ring.
-  const int row_blocks = (p.rows + 64 * CONSUMERS - 1) / (64 * CONSUMERS);
-  const int tiles = (row_blocks + CLUSTER - 1) / CLUSTER, step = gridDim.x / CLUSTER;
-  const int rounds = (tiles - static_cast<int>(blockIdx.x / CLUSTER) + step - 1) / step;
+  const int row_blocks = (p.rows + 64 * CONSUMERS - 1) / (64 * CONSUMERS), step = gridDim.x;
+  const int rounds = (row_blocks - static_cast<int>(blockIdx.x) + step - 1) / step;
 
   if (warpgroup == 0) {
     if constexpr (PRODUCER_REGISTERS > 0) fewer_registers<PRODUCER_REGISTERS>();
-    if (thread == 0) produce(p, base, rank, rounds);
+    if (thread == 0) produce(p, base, rounds);
   } else {
     if constexpr (CONSUMER_REGISTERS > 0) more_registers<CONSUMER_REGISTERS>();
-    consume(p, base, rank, warpgroup - 1, thread, rounds);
+    consume(p, base, warpgroup - 1, thread, rounds);
   }
-  __syncwarp();
-  if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while a peer may still write to it
 }

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import islice, pairwise
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -35,19 +36,20 @@ _CHUNK = 4  # blocks of 64 columns that accumulators hold
 _REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 _MOST_BLOCKS = {1: 8, 2: 8, 3: 3, 4: 2}  # of columns, whose sums fit those registers
 
-# Guesses by arithmetic, all of these, until the sweep ``mlp-rows`` was run.
-# Microseconds of each of ``terms``; for every number of consumers those of a round's products, its
-# blocks of results and its steps.
-_PRODUCT, _FINISH, _STEP = 7.3e-2, 0.085, 0.28
-_US = (
-    *(_PRODUCT, _FINISH, _STEP),
-    *(_PRODUCT, 0.02, 0.1),
-    *(_PRODUCT, 0.01, 0.05),
-    *(_PRODUCT, 0.01, 0.05),
-    *(0.15, 0.16, 2.0, 0.16),
-)
-# In clocks of a multiprocessor: what wgmma takes for 16 numbers of 64 rows and 8 columns, what a
-# block costs beside its products, the launch that adds up slices.
+# Microseconds of each of ``terms``, forward and backward, fitted to launches of drawn
+# configurations on drawn sizes, on an H200 (``results/nvidia-h200/mlp-rows.jsonl.gz``).
+_US = {
+    False: (
+        *(0.03718, 1.205, 0.0, 0.04757, 1.24, 0.4425, 0.1023, 1.61, 0.1474, 0.04732, 2.194, 0.0),
+        *(0.02884, 0.0, 2.665, 0.0),
+    ),
+    True: (
+        *(0.0, 0.9549, 1.067, 0.03918, 0.8203, 1.692, 0.5654, 0.0, 0.8167, 0.7009, 0.0, 0.8454),
+        *(0.6073, 0.09696, 0.0, 0.0),
+    ),
+}
+# Guesses by arithmetic, in clocks of a multiprocessor: what wgmma takes for 16 numbers of 64 rows
+# and 8 columns, what a block costs beside its products, the launch that adds up slices.
 _WGMMA, _ROUND, _SUMS = 4.0, 1500.0, 3500.0
 _L2_BYTES = 28.0  # a clock and multiprocessor
 _ADDED_BYTES = 16.0  # of sums of slices, written and read again
@@ -65,15 +67,11 @@ class Rows:
 
     Attributes:
         consumers: warpgroups of a block, of 64 rows each.
-        cluster: blocks that share the weights' tiles.
         stages: slots of the ring.
-        turns: whether two consumers take turns at the tensor cores.
     """
 
     consumers: int = 2
-    cluster: int = 2
     stages: int = 4
-    turns: bool = True
 
     @property
     def threads(self) -> int:
@@ -97,10 +95,8 @@ class Rows:
             return f"{steps} layers are not 1 to {MAX_STEPS}"
         if not 1 <= min(widths) <= max(widths) <= MAX_WIDTH:
             return f"widths of {min(widths)} to {max(widths)} are not 1 to {MAX_WIDTH}"
-        if self.consumers not in _REGISTERS or self.cluster not in (1, 2, 4):
-            return f"{self.consumers} consumers, a cluster of {self.cluster}"
-        if self.turns and self.consumers != 2:
-            return "turns are for two consumers"
+        if self.consumers not in _REGISTERS:
+            return f"{self.consumers} consumers"
         blocks = max(map(blocks_of, widths[1:]))
         if blocks > _MOST_BLOCKS[self.consumers]:
             return f"{64 * blocks} columns do not fit the registers of {self.consumers} consumers"
@@ -112,8 +108,7 @@ class Rows:
     def terms(self, rows: int, widths: Widths, units: int) -> tuple[float, ...]:
         """What a launch's time is a weighted sum of: for each number of consumers products, blocks
         of results and steps; then rounds' rows, tiles' bytes, one, and what fills the ring."""
-        row_blocks = -(-rows // (64 * self.consumers))
-        rounds = -(-row_blocks // (units // self.cluster * self.cluster))
+        rounds = -(-rows // (64 * self.consumers * units))
         pairs = [(blocks_of(k), blocks_of(n)) for k, n in pairwise(widths)]
         tiles = sum(k * n for k, n in pairs)  # of 64 x 64
         own = (
@@ -123,13 +118,14 @@ class Rows:
         )
         by_consumers = [v * (c == self.consumers) for c in _REGISTERS for v in own]
         resident = self.resident(widths)
-        read = 0.0 if resident else rounds * tiles / self.cluster
+        read = 0.0 if resident else rounds * tiles
         filled = (self.stages if resident else min(self.stages, 2)) * _slot_blocks(widths)
         return (*by_consumers, rounds * pairs[0][0], read, 1.0, filled)
 
-    def microseconds(self, rows: int, widths: Widths, units: int) -> float:
+    def microseconds(self, rows: int, widths: Widths, backward: bool, units: int) -> float:
         """How long a launch takes, by a model."""
-        return sum(us * n for us, n in zip(_US, self.terms(rows, widths, units), strict=True))
+        terms = self.terms(rows, widths, units)
+        return sum(us * n for us, n in zip(_US[backward], terms, strict=True))
 
 
 def tiles_of(widths: Widths) -> int:
@@ -148,23 +144,17 @@ def _biases(widths: Widths) -> int:
 
 
 def candidates(widths: Widths, backward: bool, staged: bool) -> Iterator[Rows]:
-    """The largest rings of every number of consumers and blocks of a cluster."""
+    """The largest ring of every number of consumers."""
     for consumers in _REGISTERS:
-        for cluster in (1, 2, 4):
-            most = tiles_of(widths)
-            while most > 0:
-                found = Rows(consumers, cluster, most, consumers == 2)
-                if found.invalid(widths, backward, staged) is None:
-                    yield found
-                    break
-                most -= 1
+        rings = (Rows(consumers, stages) for stages in range(tiles_of(widths), 0, -1))
+        yield from islice((r for r in rings if r.invalid(widths, backward, staged) is None), 1)
 
 
 @cache
 def rows_for(rows: int, widths: Widths, backward: bool, staged: bool, units: int) -> Rows | None:
     """The configuration that is predicted to take the least time; None where there is none."""
     found = list(candidates(widths, backward, staged))
-    return min(found, key=lambda c: c.microseconds(rows, widths, units), default=None)
+    return min(found, key=lambda c: c.microseconds(rows, widths, backward, units), default=None)
 
 
 def source(
@@ -192,12 +182,10 @@ def source(
         "IS_BF16": int(dtype == torch.bfloat16),
         "BACKWARD": int(backward),
         "CONSUMERS": rows.consumers,
-        "CLUSTER": rows.cluster,
         "STAGES": rows.stages,
         "SLOT_BLOCKS": _slot_blocks(widths),
         "ROW_BLOCKS": max(blocks),
         "RESIDENT": int(rows.resident(widths)),
-        "TURNS": int(rows.turns),
         "STAGED": int(staged),
         "RECOMPUTE": int(activation_of(activation).saved == "pre"),
         "BIASES": 0 if backward else _biases(widths),
@@ -267,23 +255,25 @@ def shares_for(rows: int, shapes: tuple[tuple[int, int], ...], units: int) -> tu
 
 def _shares(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator[tuple[Shares, ...]]:
     """What there is to choose from: tiles as wide for all, slices that take about as long."""
-    steps = blocks_of(rows)
     for most in (4, 2, 1):
         widths = [min(most, blocks_of(k)) for _, k in shapes]
-        for each in sorted({-(-steps // parts) for parts in range(1, 129)}, reverse=True):
+        longest = blocks_of(rows) * max(map(_step_clocks, widths))
+        for each in sorted({-(-longest // parts) for parts in range(1, 129)}, reverse=True):
             yield tuple(
-                Shares(n, k, width, max(1, -(-steps * width // (each * most))))
+                Shares(n, k, width, ceil(blocks_of(rows) * _step_clocks(width) / each))
                 for (n, k), width in zip(shapes, widths, strict=True)
             )
 
 
+def _step_clocks(width: int) -> float:
+    """What a block takes for 64 rows: its products, or what it reads for them."""
+    return max(64 * _WGMMA * width, (2 + width) * _BLOCK_BYTES / _L2_BYTES)
+
+
 def grads_us(rows: int, shares: Sequence[Shares], units: int) -> float:
     """How long all dW and db take by a model, in microseconds."""
-    steps, longest = blocks_of(rows), 0.0
-    for one in shares:
-        read = (2 + one.width) * _BLOCK_BYTES / _L2_BYTES
-        step = max(64 * _WGMMA * one.width, read)
-        longest = max(longest, -(-steps // one.slices) * step)
+    steps = blocks_of(rows)
+    longest = max(-(-steps // one.slices) * _step_clocks(one.width) for one in shares)
     blocks = sum(one.tiles * one.slices for one in shares)
     added = sum(one.size * one.slices for one in shares if one.slices > 1)
     sums = _SUMS + added * _ADDED_BYTES / (_L2_BYTES * units) if added else 0.0

@@ -93,17 +93,16 @@ class RowsPlan:
             weight = given[3 + 5 * s]
             assert weight is not None
             (n, k), stride, address = weight.shape, weight.stride(0), weight.data_ptr()
-            shape = dtype, n, k, stride, 64 // rows.cluster, 64, address, device
+            shape = dtype, n, k, stride, 64, 64, address, device
             block.map(_MAP_BYTES * s, driver.TensorMap(*shape), 3 + 5 * s)
             for i, at in enumerate((_BIAS, _OUT, _ASIDE, _SAVED), 1):
                 block.address(at + 8 * s, 3 + 5 * s + i)
         block.numbers(_IN_STRIDE, "q", into.stride(0))
         block.numbers(_SIZES, f"{2 + len(widths)}i", into.shape[0], steps, *widths)
         block.numbers(_PITCHES, f"{len(pitches)}i", *pitches)
-        launch = driver.Launch(kernel, rows.threads, rows.cluster, [block.argument])  # type: ignore[list-item]
+        launch = driver.Launch(kernel, rows.threads, 1, [block.argument])  # type: ignore[list-item]
         blocks = -(-into.shape[0] // (64 * rows.consumers))
-        clusters = min(-(-blocks // rows.cluster), launch.max_clusters())
-        self.blocks = clusters * rows.cluster
+        self.blocks = min(blocks, launch.max_clusters())
         launch.set_grid(self.blocks)
         launch.begin_early()
         self.run = Prepared(launch, device, block.places, block.masks)
