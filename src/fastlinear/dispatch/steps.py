@@ -46,7 +46,7 @@ def select_pieces(p: Problem) -> tuple[Choice, ...]:
 
 def backward_choice(p: Problem, backend: str | None = None) -> Choice:
     """The backend of a backward Problem; ``backend`` where it can serve."""
-    candidates = family(p.family).candidates("backward")
+    candidates = family(p.family).candidates("backward", on_request=backend is not None)
     able = [b.name for b in candidates if b.name == backend and b.reason_not(p) is None]
     return select(p, able[0] if able else None)
 

@@ -82,7 +82,9 @@ def forced(names: tuple[str, str]) -> Any:
     ids=str,
 )
 def test_every_number_of_a_chain(widths: tuple[int, ...], m: int, dtype: torch.dtype) -> None:
-    Chain(m, widths, dtype).check(("relu", "none"), forced(("relu", "none")))
+    # Of a row alone, one unit whose sign rounding turns would be a large part of the gradients
+    names = "relu" if m > 1000 else "silu", "none"
+    Chain(m, widths, dtype).check(names, forced(names))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,14 +93,12 @@ def test_every_activation(name: str) -> None:
 
 
 @pytest.mark.parametrize("consumers", [1, 2, 3, 4])
-@pytest.mark.parametrize("cluster", [1, 2, 4])
 @pytest.mark.parametrize("stages", [2, 5])
-@pytest.mark.parametrize("turns", [False, True])
-def test_every_configuration(consumers: int, cluster: int, stages: int, turns: bool) -> None:
+def test_every_configuration(consumers: int, stages: int) -> None:
     widths, names = (100, 64, 128, 72, 9), ("gelu", "none")
     if consumers == 4:
         widths = (100, 64, 60, 64, 9)
-    config = Rows(consumers, cluster, stages, turns)
+    config = Rows(consumers, stages)
     if (reason := config.invalid(widths, False, True)) is not None:
         pytest.skip(reason)
     chain = Chain(5000, widths, BF16)

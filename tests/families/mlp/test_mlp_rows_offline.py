@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
+from benchmarks.experiments.configurations import mlp_rows
+from benchmarks.experiments.configurations.rows import mean, read, regrets
 from fastlinear.families.mlp import gpu_work
 from fastlinear.families.mlp.cuda import rows
 from fastlinear.families.mlp.cuda.rows import Rows
@@ -12,6 +17,7 @@ from fastlinear.families.mlp.problem import problem
 from fastlinear.kernels.cuda.hopper import ARCH
 from tests.families import nvrtc_offline as nvrtc
 
+ROOT = Path(__file__).parents[3]
 BF16, FP16 = torch.bfloat16, torch.float16
 TOWER, POLICY, COORDINATES = (415, 512, 512, 256, 1), (376, 256, 256, 17), (63, *(256,) * 4, 4)
 NARROW = (32, 64, 64, 64, 16)
@@ -26,12 +32,12 @@ def _frame(config: Rows, widths: tuple[int, ...], dtype: torch.dtype, *rest: obj
 
 
 @pytest.mark.parametrize("widths", [TOWER, POLICY, COORDINATES, NARROW], ids=str)
-def test_what_is_chosen_stays_in_registers(widths: tuple[int, ...]) -> None:
+def test_what_is_chosen_keeps_all_but_a_few_words_in_registers(widths: tuple[int, ...]) -> None:
     for backward in (False, True):
         steps = widths[::-1] if backward else widths
         config = rows.rows_for(1 << 16, steps, backward, False, 132)
         assert config is not None
-        assert _frame(config, steps, BF16, "relu", "none", backward) == 0
+        assert _frame(config, steps, BF16, "relu", "none", backward) <= 24
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu", "tanh", "mish"])
@@ -40,20 +46,20 @@ def test_activations_stay_in_registers(activation: str) -> None:
         steps = NARROW[::-1] if backward else NARROW
         config = rows.rows_for(1 << 16, steps, backward, True, 132)
         assert config is not None
-        assert _frame(config, steps, FP16, activation, activation, backward, True) == 0
+        assert _frame(config, steps, FP16, activation, activation, backward, True) <= 24
 
 
 def test_the_widest_chain_keeps_all_but_a_few_words_in_registers() -> None:
-    config = Rows(2, 2, 2)
+    config = Rows(2, 2)
     assert _frame(config, TOWER, BF16, "gelu", "none", False, True) == 0
     assert _frame(config, TOWER[::-1], BF16, "gelu", "none", True, True) <= 24
 
 
 @pytest.mark.parametrize(("consumers", "width"), [(1, 128), (3, 128), (4, 64)])
 def test_other_numbers_of_consumers_stay_in_registers(consumers: int, width: int) -> None:
-    widths, config = (3, *(width,) * 3, 1), Rows(consumers, 2, 3, False)
+    widths, config = (3, *(width,) * 3, 1), Rows(consumers, 3)
     assert _frame(config, widths, BF16, "gelu", "none", False, True) == 0
-    assert _frame(config, widths[::-1], BF16, "gelu", "none", True, True) == 0
+    assert _frame(config, widths[::-1], BF16, "gelu", "none", True, True) <= 24
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -87,6 +93,19 @@ def test_its_work_can_be_priced(widths: tuple[int, ...], activation: str) -> Non
     assert not any(kind.endswith("grads") for kind in kinds[0])
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_model_of_time_chooses_what_was_fastest(backward: bool) -> None:
+    """Of the configurations that were timed for each of some drawn chains."""
+    kind = mlp_rows.KIND
+    rows_ = read(kind, ROOT / "results/nvidia-h200/mlp-rows.jsonl.gz")
+    timed = rows_["backward" if backward else "forward"]
+    served = [row for row in timed if kind.serves(row.problem, row.config)]
+    told = [kind.microseconds(r.problem, r.config) for r in served]
+    assert len(served) > 50
+    assert mean(regrets(served, np.array(told))) < 1.04
+    assert mean(regrets(served, np.ones(len(served)))) > 1.03
+
+
 def test_a_launch_is_shared_out_by_a_model_of_its_time() -> None:
     """Few rows take small blocks, for more multiprocessors; narrow chains keep their weights."""
     few = rows.rows_for(256, POLICY, False, False, 132)
@@ -95,6 +114,6 @@ def test_a_launch_is_shared_out_by_a_model_of_its_time() -> None:
     assert few is not None
     assert many is not None
     assert narrow is not None
-    assert (few.consumers, many.consumers, many.turns) == (1, 2, True)
+    assert (few.consumers, many.consumers) == (1, 2)
     assert narrow.resident(NARROW)
     assert rows.rows_for(64, (600, 600), False, False, 132) is None

@@ -30,7 +30,7 @@ from fastlinear.dispatch.drawn import Draw
 from fastlinear.families.linear import backends as linear_act
 from fastlinear.families.mlp import batch_invariant, layerwise, reference
 from fastlinear.families.mlp.cpu import whole as whole_cpp
-from fastlinear.families.mlp.cuda import backend, rows_backend
+from fastlinear.families.mlp.cuda import backend
 from fastlinear.families.mlp.problem import (
     NAME,
     PIECES,
@@ -160,6 +160,8 @@ _PIECES_SOURCES = (
     *("families/mlp/autograd.py", "families/mlp/layerwise.py"),
     *(*_CPP_SOURCES, *_TRITON_SOURCES, *_CUDA_SOURCES, *_LAYER_SOURCES),
 )
+
+
 FAMILY = register_family(
     Family(
         name=NAME,
@@ -188,8 +190,7 @@ FAMILY = register_family(
             *(
                 Backend(
                     *(NAME, p, "rows_cuda", f"{_HERE}.cuda.rows_backend:{p}"),
-                    *(rows_backend.reason_not, (*_CUDA_SOURCES, *_LAYER_SOURCES)),
-                    on_request=True,  # until it was measured
+                    *(backend.reason_not_rows, (*_CUDA_SOURCES, *_LAYER_SOURCES)),
                 )
                 for p in PIECES
             ),

@@ -24,6 +24,7 @@ _OF_LAYERS = {"forward": ("forward",), "backward": linear_act.BACKWARD_PIECES}
 _WHOLE = ("whole_triton", "whole_cuda")
 _ROWS = 64  # of a block of ours
 _BLOCK_SHARE, _GRID_SHARE = 0.3, 0.2  # of a multiprocessor's rate
+_PART = 64  # columns in which Triton holds a width
 _LAYER_US = 0.5  # from a layer's last product to the next one's first
 _BACKWARD = 3  # products of a layer for one of the forward
 
@@ -37,7 +38,8 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
         made = _rows(p)
         return None if made is None else (*hosts(p, backend, made), *made)
     if backend in _WHOLE:
-        each = (w for layer in layerwise.layers_of(p) for w in _whole(layer, p.piece, backend))
+        mixed = max(widths_of(p)) > _PART > min(widths_of(p))
+        each = (w for layer in layerwise.layers_of(p) for w in _whole(layer, p, backend, mixed))
         return (*hosts(p, backend, (start := call(f"{NAME} {backend} {p.piece}"),)), start, *each)
     if backend not in ("eager", "layerwise"):
         return None
@@ -57,11 +59,14 @@ def _rows(p: Problem) -> tuple[Work, ...] | None:
         return None
     name, hidden, flags = f"{NAME} rows_cuda {p.piece}", sum(widths[1:-1]), flags_of(p, "x", "w")
     moved = m * (widths[0] + widths[-1] + hidden * ((2 + keeps_pre) if backward else p.needs_grad))
-    us = (config.microseconds(m, steps, units()) ** 2 + bytes_us(p, moved) ** 2) ** 0.5
+    us = (config.microseconds(m, steps, backward, units()) ** 2 + bytes_us(p, moved) ** 2) ** 0.5
     sizes = {"m": m, "numbers": moved, "kn": sum(k * n for k, n in pairwise(widths))}
     odd = sum(k % 8 > 0 for k in widths[:-1])  # weights whose rows are copied
     made = [call(name), Work(f"{name} rows", us, sizes, flags, (activation,))]
     made += [call(f"{name} copy", odd)] if odd else []
+    if p.option("x") == "strided":
+        copied = 2 * m * widths[0]
+        made.append(Work(f"{name} turned x", bytes_us(p, copied), {"numbers": copied}))
     if backward:
         shares = rows.shares_for(m, tuple((n, k) for k, n in pairwise(widths)), units())
         summed = rows.grads_us(m, shares, units())
@@ -97,9 +102,11 @@ def _step(p: Problem, backend: str) -> tuple[Work, ...] | None:
     return (*hosts(p, "eager", made), *made)
 
 
-def _whole(layer: Problem, piece: str, backend: str) -> tuple[Work, ...]:
-    """A layer of a chain in one launch: all rows of a block, or the weights over the device."""
+def _whole(layer: Problem, p: Problem, backend: str, mixed: bool) -> tuple[Work, ...]:
+    """A layer of a chain in one launch: all rows of a block, or the weights over the device.
+    ``mixed``: next to narrow layers Triton keeps the weights of wide ones in registers."""
     m, k, n = (max(1, layer.dim(name)) for name in ("M", "K", "N"))
+    piece = p.piece
     kind, rate = f"{NAME} {backend} {piece}", flops_per_us(layer, ours=True)
     if backend == "whole_cuda":
         spread = 2 * (m + _ROWS) * k * n / (rate * _GRID_SHARE * units())
@@ -110,6 +117,7 @@ def _whole(layer: Problem, piece: str, backend: str) -> tuple[Work, ...]:
         us = waves * block * (1 if piece == "forward" else _BACKWARD) + bytes_us(layer, m * n)
     rows = of_rows(FLOAT_DTYPES[layer.dtype].itemsize, (k, n))
     flags = (*(name for name, holds in rows if holds), *flags_of(layer, "x", "w"))
+    flags += ("mixed widths",) * mixed
     return (
         Work(f"{kind} layer", 1.0, None, (layer.option("activation"),)),
         Work(f"{kind} product", us, {"m": m, "k": k, "n": n}, flags),

@@ -31,6 +31,7 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.problem import Problem
 from fastlinear.families.mlp import reference
 from fastlinear.families.mlp.cuda import clusters, grid, launches
+from fastlinear.families.mlp.cuda import rows as many_rows
 from fastlinear.families.mlp.cuda import stream as whole_stream
 from fastlinear.families.mlp.cuda.clusters import MAX_LAYERS, ClustersPlan, save_mode
 from fastlinear.families.mlp.cuda.config import (
@@ -46,6 +47,7 @@ from fastlinear.families.mlp.cuda.launches import Launches, LaunchesPlan
 from fastlinear.families.mlp.cuda.stream import Stream, StreamPlan
 from fastlinear.families.mlp.problem import widths_of
 from fastlinear.fastpath import recorder
+from fastlinear.kernels.cuda.hopper import HALF_DTYPES
 from fastlinear.kernels.cuda.launch import allow_cluster
 from fastlinear.native import cuda_driver as driver
 
@@ -83,13 +85,8 @@ def reason_not(p: Problem) -> str | None:
     """Why this backend cannot serve the Problem, or None."""
     if p.piece != "forward":
         return "computes the forward only"
-    if p.device != "cuda":
-        return "its kernel runs on CUDA devices only"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
-        return f"needs compute capability 9.0 (Hopper), not {capability[0]}.{capability[1]}"
+    if (why := why_no_hopper(p)) is not None:
+        return why
     if p.dtype not in _DTYPES.values():
         return f"no kernel for {p.dtype}"
     if p.option("x") == "strided":
@@ -105,6 +102,34 @@ def reason_not(p: Problem) -> str | None:
     if max(widths) > MAX_WIDTH and grid_for(widths, rows, itemsize):
         return None
     return _size_reason(widths, rows)
+
+
+def reason_not_rows(p: Problem) -> str | None:
+    """Why ``rows_cuda`` cannot serve the Problem, or None."""
+    if (why := why_no_hopper(p)) is not None:
+        return why
+    if p.dtype not in HALF_DTYPES.values():
+        return f"no kernel for {p.dtype}"
+    widths, m, most = widths_of(p), p.dim("M"), many_rows.MAX_WIDTH
+    if not 2 <= len(widths) - 1 <= many_rows.MAX_STEPS:
+        return f"{len(widths) - 1} layers are not 2 to {many_rows.MAX_STEPS}"
+    if min(widths) < 1 or m < 1:
+        return "an empty dimension"
+    if max(widths) > most:
+        return f"a width of {max(widths)} is more than the {most} that stay on the chip"
+    return None if m < 1 << 30 else "needs fewer than 2^30 rows"
+
+
+def why_no_hopper(p: Problem) -> str | None:
+    """Why a Problem is not on a Hopper GPU, or None."""
+    if p.device != "cuda":
+        return "its kernels run on CUDA devices only"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"needs compute capability 9.0 (Hopper), not {capability[0]}.{capability[1]}"
+    return None
 
 
 def _size_reason(widths: Widths, rows: int) -> str | None:

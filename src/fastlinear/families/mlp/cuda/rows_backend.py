@@ -17,15 +17,12 @@ from torch import Tensor
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.device import device_facts
 from fastlinear.core.errors import UnsupportedError
-from fastlinear.core.problem import Problem
 from fastlinear.families.linear.padded import aligned_copy
 from fastlinear.families.linear.padded_problem import padded_size
 from fastlinear.families.mlp.cuda.rows import (
     GRADS_KERNEL,
     GRADS_SHARED,
     KERNEL,
-    MAX_STEPS,
-    MAX_WIDTH,
     SUMS_KERNEL,
     Rows,
     Widths,
@@ -35,9 +32,9 @@ from fastlinear.families.mlp.cuda.rows import (
     source,
 )
 from fastlinear.families.mlp.cuda.rows_plans import GradsPlan, RowsPlan
-from fastlinear.families.mlp.problem import layer_activations, widths_of
+from fastlinear.families.mlp.problem import layer_activations
 from fastlinear.families.mlp.reference import Biases, Needs, Weights, first_needed, layer_input
-from fastlinear.kernels.cuda.hopper import ARCH, HALF_DTYPES
+from fastlinear.kernels.cuda.hopper import ARCH
 from fastlinear.kernels.cuda.prepared import Plans
 from fastlinear.native import cuda_driver as driver
 
@@ -45,29 +42,6 @@ _NAME = "mlp (rows_cuda backend)"
 _kernels: dict[Any, driver.Kernel] = {}
 _plans: Plans[RowsPlan] = Plans()
 _grads_plans: Plans[GradsPlan] = Plans()
-
-
-def reason_not(p: Problem) -> str | None:
-    """Why this backend cannot serve the Problem, or None."""
-    if p.device != "cuda":
-        return "its kernels run on CUDA devices only"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
-        return f"needs compute capability 9.0 (Hopper), not {capability[0]}.{capability[1]}"
-    if p.dtype not in HALF_DTYPES.values():
-        return f"no kernel for {p.dtype}"
-    widths, rows = widths_of(p), p.dim("M")
-    if not 2 <= len(widths) - 1 <= MAX_STEPS:
-        return f"{len(widths) - 1} layers are not 2 to {MAX_STEPS}"
-    if min(widths) < 1 or rows < 1:
-        return "an empty dimension"
-    if max(widths) > MAX_WIDTH:
-        return f"a width of {max(widths)} is more than the {MAX_WIDTH} that stay on the chip"
-    if rows >= 1 << 30:
-        return "needs fewer than 2^30 rows"
-    return None
 
 
 def forward(
@@ -233,7 +207,7 @@ def _launch(
         kernel = _kernel(text, KERNEL, shared, index)
         found = RowsPlan(kernel, chosen, widths, pitches, given)
         if not found.blocks:
-            reason = f"the device cannot run a cluster of {chosen.cluster} blocks of {shared} bytes"
+            reason = f"the device cannot run a block of {shared} bytes"
             raise UnsupportedError(_NAME, "a device that runs its blocks", reason, _REMEDY)
         return found
 
