@@ -329,7 +329,7 @@ def test_doctor_has_no_side_effects(run: Run, tmp_path: Path) -> None:
         b["backend"]: b for b in data["backends"] if (b["family"], b["device"]) == ("mlp", "cpu")
     }
     assert mlp["layerwise"]["why_not"] is None
-    assert mlp["whole_cuda"]["why_not"] == "its kernel runs on CUDA devices only"
+    assert mlp["whole_cuda"]["why_not"] == "its kernels run on CUDA devices only"
     assert sorted(tmp_path.rglob("*")) == before
     assert "Backends" in run("doctor").stdout
 

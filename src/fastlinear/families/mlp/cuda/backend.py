@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import why_no_gpu
 from fastlinear.families.mlp import reference
 from fastlinear.families.mlp.cuda import clusters, grid, launches
 from fastlinear.families.mlp.cuda import rows as many_rows
@@ -122,10 +123,8 @@ def reason_not_rows(p: Problem) -> str | None:
 
 def why_no_hopper(p: Problem) -> str | None:
     """Why a Problem is not on a Hopper GPU, or None."""
-    if p.device != "cuda":
-        return "its kernels run on CUDA devices only"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
+    if (why := why_no_gpu(p)) is not None:
+        return why
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
         return f"needs compute capability 9.0 (Hopper), not {capability[0]}.{capability[1]}"
