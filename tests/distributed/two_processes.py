@@ -6,6 +6,7 @@ Every process does the same, so a rank that ran another number of steps would ha
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -177,6 +178,7 @@ def main() -> None:
         json.dump(told, sys.stdout)
         sys.stdout.flush()
     dist.destroy_process_group()
+    os._exit(0)  # a thread of gloo's that outlives the interpreter may abort the process
 
 
 if __name__ == "__main__":
