@@ -287,6 +287,16 @@ def why_no_gpu(problem: Problem, *packages: str) -> str | None:
     return f"the package {missing[0]} is not installed" if missing else None
 
 
+def why_no_hopper(problem: Problem) -> str | None:
+    """Why no kernel of ours for Hopper can serve a Problem, or None."""
+    if (why := why_no_gpu(problem)) is not None:
+        return why
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"needs compute capability 9.0 (Hopper), not {capability[0]}.{capability[1]}"
+    return None
+
+
 @lru_cache(maxsize=8)
 def is_installed(package: str) -> bool:
     """Whether a package is there to be imported, without importing it."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fastlinear.families.mlp.triton import backend, plans
+from fastlinear.families.mlp.triton.config import backward_config, forward_config
 from fastlinear.families.mlp.triton.plans import kernel_named
 from tests.families.triton_offline import FLOATS, assert_fits, compile_for
 
@@ -163,3 +164,14 @@ def test_one_launch_whatever_the_number_of_layers_up_to_the_limit(recorded: Any)
         x = meta(8, 16, dtype=torch.bfloat16)
         backend.forward(x, weights, (None,) * layers, "relu", "none", False)
         assert len(made) == launches
+
+
+@pytest.mark.parametrize("M", [300, 10_000, 1 << 18])
+def test_narrow_parts_stay_off_wgmma(M: int) -> None:
+    """In 16 bits. Whole parts of 64 columns do not."""
+    for ends in (1, 16, 32, 80):
+        for widths in ((ends, 128, 128), (128, 128, ends), (128, ends, 128)):
+            assert backward_config(M, widths, torch.bfloat16, 132).block_m <= 32
+            chosen = forward_config(M, widths, torch.bfloat16, 132, (9, 0))
+            assert chosen.block_m <= 32 or chosen.chunk == 128, "sums of one part each"
+    assert backward_config(1 << 18, (64, 128, 64), torch.bfloat16, 132).block_m == 64

@@ -39,7 +39,9 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
         return None if made is None else (*hosts(p, backend, made), *made)
     if backend in _WHOLE:
         mixed = max(widths_of(p)) > _PART > min(widths_of(p))
-        each = (w for layer in layerwise.layers_of(p) for w in _whole(layer, p, backend, mixed))
+        each = (
+            w for layer in layerwise.layers_of(p) for w in _whole(layer, p.piece, backend, mixed)
+        )
         return (*hosts(p, backend, (start := call(f"{NAME} {backend} {p.piece}"),)), start, *each)
     if backend not in ("eager", "layerwise"):
         return None
@@ -102,11 +104,10 @@ def _step(p: Problem, backend: str) -> tuple[Work, ...] | None:
     return (*hosts(p, "eager", made), *made)
 
 
-def _whole(layer: Problem, p: Problem, backend: str, mixed: bool) -> tuple[Work, ...]:
+def _whole(layer: Problem, piece: str, backend: str, mixed: bool) -> tuple[Work, ...]:
     """A layer of a chain in one launch: all rows of a block, or the weights over the device.
     ``mixed``: next to narrow layers Triton keeps the weights of wide ones in registers."""
     m, k, n = (max(1, layer.dim(name)) for name in ("M", "K", "N"))
-    piece = p.piece
     kind, rate = f"{NAME} {backend} {piece}", flops_per_us(layer, ours=True)
     if backend == "whole_cuda":
         spread = 2 * (m + _ROWS) * k * n / (rate * _GRID_SHARE * units())

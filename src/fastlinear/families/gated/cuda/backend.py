@@ -21,7 +21,7 @@ from fastlinear.core.calls import is_captured
 from fastlinear.core.precision import matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
-from fastlinear.dispatch.backend import why_no_gpu
+from fastlinear.dispatch.backend import why_no_hopper
 from fastlinear.dispatch.select import select
 from fastlinear.families.gated import reference
 from fastlinear.families.gated.cuda.bias_sums import (
@@ -69,12 +69,7 @@ _MAX_SIZE = 1 << 30  # tile coordinates are 32-bit
 
 def reason_not(p: Problem) -> str | None:
     """Why this backend cannot serve a Problem, or None."""
-    if (why := why_no_gpu(p)) is not None:
-        return why
-    capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
-        return f"needs compute capability 9.0 (Hopper), not {capability[0]}.{capability[1]}"
-    return reason_not_sizes(p)
+    return why_no_hopper(p) or reason_not_sizes(p)
 
 
 def reason_not_sizes(p: Problem) -> str | None:

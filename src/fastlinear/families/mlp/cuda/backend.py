@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import why_no_gpu
+from fastlinear.dispatch.backend import why_no_hopper
 from fastlinear.families.mlp import reference
 from fastlinear.families.mlp.cuda import clusters, grid, launches
 from fastlinear.families.mlp.cuda import rows as many_rows
@@ -119,16 +119,6 @@ def reason_not_rows(p: Problem) -> str | None:
     if max(widths) > most:
         return f"a width of {max(widths)} is more than the {most} that stay on the chip"
     return None if m < 1 << 30 else "needs fewer than 2^30 rows"
-
-
-def why_no_hopper(p: Problem) -> str | None:
-    """Why a Problem is not on a Hopper GPU, or None."""
-    if (why := why_no_gpu(p)) is not None:
-        return why
-    capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
-        return f"needs compute capability 9.0 (Hopper), not {capability[0]}.{capability[1]}"
-    return None
 
 
 def _size_reason(widths: Widths, rows: int) -> str | None:

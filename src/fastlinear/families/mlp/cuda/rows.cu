@@ -402,11 +402,11 @@ __device__ __forceinline__ void finish(float (&acc)[32 * NB], u32 (&words)[16 * 
         }
         t.set_aside(w, column);
       }
-      const bool left = A != ACT_NONE && reads && !(STAGED && RECOMPUTE && t.p.aside[t.s] != nullptr);
+      const bool ungraded = A != ACT_NONE && reads && !(STAGED && RECOMPUTE && t.p.aside[t.s] != nullptr);
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         float a = v[2 * i], b = v[2 * i + 1];
-        if (left) {
+        if (ungraded) {
           float low, high;
           unpack(given[i], low, high);
           a = graded<A>(a, low);
