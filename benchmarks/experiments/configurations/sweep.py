@@ -27,6 +27,7 @@ from benchmarks.experiments.configurations import (
     linear_backward,
     linear_products,
     mlp_rows,
+    mlp_whole,
     rows,
 )
 from benchmarks.experiments.configurations.kind import Kind, Problem
@@ -41,6 +42,7 @@ KINDS: dict[str, Kind] = {
     "linear-products": linear_products.KIND,
     "diagonal": diagonal.KIND,
     "mlp-rows": mlp_rows.KIND,
+    "mlp-whole": mlp_whole.KIND,
 }
 _FROM_BEST, _OF_BEST, _FROM_ALL = 5, 0.1, 4  # of the tenth that should be best, and of all
 _LEAST_BEST = 12

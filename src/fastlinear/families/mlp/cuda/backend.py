@@ -76,7 +76,7 @@ MAX_ROWS = 1024
 MAX_ROWS_WIDE = 128
 """Of widths above 512. Beyond, every block of rows reading all weights again costs too much."""
 
-Sharing = Config | Grid | Launches | Stream
+Sharing = Config | Grid | Launches | Stream | tuple[Launches, ...]
 Plan = ClustersPlan | GridPlan | LaunchesPlan | StreamPlan
 _MAX_PLANS = 1024
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -124,14 +124,18 @@ def reason_not_rows(p: Problem) -> str | None:
 def _size_reason(widths: Widths, rows: int) -> str | None:
     if min(widths) < 1 or rows < 1:
         return "an empty dimension"
-    if len(widths) - 1 > MAX_LAYERS:
-        return f"{len(widths) - 1} layers are more than {MAX_LAYERS}"
+    if (why := _too_many(len(widths) - 1)) is not None:
+        return why
     if max(widths) > MAX_WIDTH:
         return f"a width of {max(widths)} is more than {MAX_WIDTH}"
     most = MAX_ROWS if max(widths) <= 512 else MAX_ROWS_WIDE
     if rows > most:
         return f"{rows} rows are more than {most} at widths up to {max(widths)}"
     return None
+
+
+def _too_many(layers: int) -> str | None:
+    return f"{layers} layers are more than {MAX_LAYERS}" if layers > MAX_LAYERS else None
 
 
 _lock = threading.Lock()
@@ -179,9 +183,9 @@ def forward(
         biases: per layer (n_{i+1},) or None.
         activation, final_activation: names, for hidden layers and the last.
         save: whether to keep what the backward reads.
-        config: how the work is shared out; None picks one. Launches holds for every layer. A chain
-            too wide for one cluster, on a device that cannot run all blocks of a Grid at once, then
-            goes through PyTorch's ops.
+        config: how the work is shared out; None picks one. Launches holds for every layer, a tuple
+            has one for each. With None a chain too wide for one cluster goes through PyTorch's ops
+            on a device that cannot run all blocks of a Grid at once.
 
     Returns:
         y (M, n_L), and per layer (M, n_{i+1}) its pre-activation or output (() unless ``save``).
@@ -283,7 +287,7 @@ class _Call(NamedTuple):
         return save_mode(*self.names, len(self.widths) - 1) if self.save else 0
 
 
-def _sharings(call: _Call) -> Iterator[Sharing | tuple[Launches, ...]]:
+def _sharings(call: _Call) -> Iterator[Sharing]:
     """How to share a call out, best first: the next is for devices without room for the last."""
     shape = call.widths, call.rows, call.dtype.itemsize
     wide = False
@@ -299,7 +303,7 @@ def _sharings(call: _Call) -> Iterator[Sharing | tuple[Launches, ...]]:
         raise _unsupported(reason)
 
 
-def _plan(call: _Call, sharing: Sharing | tuple[Launches, ...]) -> Plan | None:
+def _plan(call: _Call, sharing: Sharing) -> Plan | None:
     """The plan of a call shared out in this way; None where its blocks cannot run at once."""
     widths, rows, dtype = call.widths, call.rows, call.dtype
     if not isinstance(sharing, Config) and call.vec != 16:
@@ -360,8 +364,10 @@ def _clusters_plan(call: _Call, config: Config) -> ClustersPlan:
 
 def _launches_plan(call: _Call, configs: tuple[Launches, ...]) -> LaunchesPlan:
     """The plan of one launch a layer."""
-    if len(configs) > MAX_LAYERS:
-        raise _unsupported(f"{len(configs)} layers are more than {MAX_LAYERS}")
+    layers = len(call.widths) - 1
+    _refuse(_too_many(layers))
+    if len(configs) != layers:
+        raise _unsupported(f"{len(configs)} configurations for {layers} layers")
     driver.make_current(call.device)
     kernels = []
     for config in configs:

@@ -122,7 +122,7 @@ MAX_GRID_WIDTH = 2048
 wider ones are those that `stream_for` has too many layers for."""
 
 # Clusters of so many blocks that an H200 runs at once: not every GPC has all its SMs.
-_CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}
+CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}
 
 
 def config_for(widths: Widths, rows: int, itemsize: int, aligned: bool = True) -> Config:
@@ -180,7 +180,7 @@ def make_grid(
 
     Weights of as many layers as fit lie in shared memory, two at least.
     """
-    tiles = _ceil_div(widths[0] // 8, _CLUSTERS[cluster])
+    tiles = _ceil_div(widths[0] // 8, CLUSTERS[cluster])
     for slots in range(min(len(widths) - 1, 16), 1, -1):
         grid = Grid(cluster, tiles, slots, k_groups)
         if grid.invalid(widths, rows, itemsize) is None:
@@ -210,7 +210,7 @@ def make_stream(widths: Widths, rows: int, cluster: int = 4) -> Stream | None:
 
     None where that cannot be built.
     """
-    clusters = _CLUSTERS[cluster]
+    clusters = CLUSTERS[cluster]
     if len(set(widths)) == 1:  # fewer where as many columns each leave the last ones without any
         tiles = column_tiles(widths[0])
         clusters = _ceil_div(tiles, _ceil_div(tiles, clusters))
@@ -264,7 +264,7 @@ def _single_launch(n: int, rows: int) -> Launches:
     def work(launches: Launches) -> int:
         """Columns of one cluster, times how often all clusters that run at once are needed."""
         clusters = launches.blocks(n) // launches.cluster
-        return _ceil_div(clusters, 2 * _CLUSTERS[launches.cluster]) * launches.columns
+        return _ceil_div(clusters, 2 * CLUSTERS[launches.cluster]) * launches.columns
 
     ways = ((8, 1, 5), (6, 1, 7), (4, 2, 5))  # columns, groups along K, stages
     return min((Launches(8, 1, c, g, stages=s, x_blocks=16) for c, g, s in ways), key=work)
@@ -272,7 +272,7 @@ def _single_launch(n: int, rows: int) -> Launches:
 
 def _rows_for(rows: int, cluster: int, most: int) -> int:
     """Rows of one cluster: as few as let all clusters run at once, at most ``most``."""
-    each = _ceil_div(_ceil_div(rows, _CLUSTERS[cluster]), 8) * 8
+    each = _ceil_div(_ceil_div(rows, CLUSTERS[cluster]), 8) * 8
     return min(each, most)
 
 
@@ -300,7 +300,7 @@ def _candidates(width: int, rows: int, itemsize: int) -> list[Config]:
         if single:
             held = share(8, 2, 4, tiles=2, depth=8, direct=True)
             ring = share(8, 4, 4, unroll=2)
-        elif rows <= 8 * _CLUSTERS[16]:
+        elif rows <= 8 * CLUSTERS[16]:
             held, ring = share(16, 2, 2, depth=8, direct=True), share(16, 2, 2, unroll=2, depth=10)
         else:
             held, ring = share(8, 4, 1, depth=16, direct=True), share(8, 4, 2, unroll=2, depth=10)
