@@ -1,9 +1,10 @@
-"""Triton's sweep of diagonal_linear's backward."""
+"""Triton's kernels of diagonal_linear: the forward, and the sweep of the backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import product
 from random import Random
 from typing import Any
@@ -20,19 +21,20 @@ from benchmarks.experiments.configurations.kind import (
     turns,
     width,
 )
-from fastlinear.families.diagonal.triton import backend, backward_config
+from fastlinear.families.diagonal.triton import backend, backward_config, forward_config
+from fastlinear.families.diagonal.triton import config as triton_config
 from fastlinear.families.diagonal.triton.config import DiagonalConfig
 
-_MOST_ROWS, _MOST_NUMBERS = 1 << 17, 1 << 26
+_MOST_ROWS = 1 << 17
 _ACTIVATIONS = ("none", "relu", "silu", "gelu")
 
 
-def _draw(draw: Random) -> Problem | None:
+def _drawn(draw: Random, most: int, activations: tuple[str, ...]) -> Problem | None:
     dtype = draw.choice((torch.bfloat16, torch.bfloat16, torch.float32))
     m, k = log_uniform(draw, _MOST_ROWS), width(draw)
-    if m * k > _MOST_NUMBERS:
+    if m * k > most:
         return None
-    return {"M": m, "K": k, "dtype": name_of(dtype), "activation": draw.choice(_ACTIVATIONS)}
+    return {"M": m, "K": k, "dtype": name_of(dtype), "activation": draw.choice(activations)}
 
 
 def _call(p: Problem) -> tuple[int, int, int, str]:
@@ -53,10 +55,33 @@ def _blocks() -> tuple[DiagonalConfig, ...]:
     return tuple(c for c, _ in held if c.numbers >= c.block_k)
 
 
-def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
+@lru_cache
+def _forward_blocks() -> tuple[DiagonalConfig, ...]:
+    """As ``_blocks``, of the forward; more numbers of a thread would spill."""
+    columns, numbers = (128, 256, 512, 1024, 2048), (256, 512, 1024, 2048, 4096, 8192)
+    tiles = product(columns, numbers, (1, 2, 4, 8), (1,), (0,))
+    strips = product(columns, numbers[2:], (2, 4, 8), (1, 3), (4, 8, 16))
+    found = (DiagonalConfig(*c) for c in (*tiles, *strips))
+    held = ((c, c.numbers // (32 * c.warps)) for c in found)
+    held = ((c, each) for c, each in held if 2 <= each <= (64 if c.per_unit == 0 else 32))
+    return tuple(c for c, _ in held if c.numbers >= c.block_k)
+
+
+def _forward_candidates(p: Problem) -> list[DiagonalConfig]:
+    """The next kernel may begin when it may in what calls take."""
+    early = _forward_chosen(p).early
+    found = forward_config.candidates(p["M"], p["K"], _forward_blocks())
+    return [replace(c, early=early) for c in found]
+
+
+def _forward_chosen(p: Problem) -> DiagonalConfig:
+    return triton_config.forward_config(*_call(p))
+
+
+def _inputs(p: Problem, place: torch.device, forward: bool = False) -> list[tuple[Any, ...]]:
     m, k, dtype = p["M"], p["K"], dtype_of(p)
     count = turns(2 * m * k, dtype)
-    shapes = (m, k), (m, k), (k,), (k,)
+    shapes = ((m, k),) * (1 if forward else 2) + ((k,), (k,))
     return [tuple(normal(place, dtype, *s) for s in shapes) for _ in range(count)]
 
 
@@ -68,8 +93,15 @@ def _run(p: Problem, c: DiagonalConfig) -> Callable[..., Any]:
     return backward
 
 
-KIND = Kind(
-    draw=_draw,
+def _forward_run(p: Problem, c: DiagonalConfig) -> Callable[..., Any]:
+    def forward(x: Any, weight: Any, bias: Any) -> Any:
+        return backend.forward(x, weight, bias, p["activation"], None, None, config=c)
+
+    return forward
+
+
+BACKWARD = Kind(
+    draw=partial(_drawn, most=1 << 26, activations=_ACTIVATIONS),
     chosen=lambda p: backward_config.config_for(*_call(p)),
     candidates=lambda p: list(backward_config.candidates(p["M"], p["K"], _blocks())),
     microseconds=lambda p, c: backward_config.microseconds(c, *_call(p)),
@@ -79,4 +111,14 @@ KIND = Kind(
     config=lambda _, fields: DiagonalConfig(**fields),
     group=lambda p: p["dtype"],
     plans=backend._plans,
+)
+FORWARD = replace(
+    BACKWARD,
+    draw=partial(_drawn, most=1 << 27, activations=(*_ACTIVATIONS, "tanh")),
+    chosen=_forward_chosen,
+    candidates=_forward_candidates,
+    microseconds=lambda p, c: forward_config.microseconds(c, *_call(p)),
+    inputs=partial(_inputs, forward=True),
+    run=_forward_run,
+    terms=lambda p, c: forward_config.terms(c, *_call(p)),
 )

@@ -40,7 +40,8 @@ KINDS: dict[str, Kind] = {
     "few-rows": few_rows.KIND,
     "linear-backward": linear_backward.KIND,
     "linear-products": linear_products.KIND,
-    "diagonal": diagonal.KIND,
+    "diagonal": diagonal.BACKWARD,
+    "diagonal-forward": diagonal.FORWARD,
     "mlp-rows": mlp_rows.KIND,
     "mlp-whole": mlp_whole.KIND,
 }

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_model_of_time_chooses_what_was_fastest(dtype: str) -> None:
     """Of the configurations that were timed for each of 198 drawn calls; a map chose before."""
-    kind = experiment.KIND
+    kind = experiment.BACKWARD
     rows = read(kind, ROOT / "results/nvidia-h200/diagonal.jsonl.gz")[dtype]
     found = regrets(rows, np.array([kind.microseconds(r.problem, r.config) for r in rows]))
     assert len(found) > 60
