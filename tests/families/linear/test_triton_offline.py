@@ -243,6 +243,16 @@ def test_whole_backward_in_every_configuration(
         assert_fits(launch.compile(arch), arch, frame=16)
 
 
+def test_carried_sums_stay_in_registers(launches: list[Recorded]) -> None:
+    for config in backward_config.BLOCKS[4]:
+        if isinstance(config, triton_config.TilesConfig):
+            dy, x, weight = (meta(8192, n, dtype=torch.float32) for n in (8192, 512, 512))
+            whole.backward(dy, dy, x, weight, "relu", (True, True, True), config=config)
+    assert len(launches) >= 3
+    for launch in launches:
+        assert_fits(launch.compile(90), 90)
+
+
 @pytest.mark.parametrize("M", [4, 64, 512])
 @pytest.mark.parametrize(
     "needs", [(True, False, False), (False, True, False), (False, True, True), (True, False, True)]

@@ -24,6 +24,7 @@ __all__ = ["backward"]
 
 Tensor = torch.Tensor
 _MAX_PLANS = 4096
+_DEEP = 4096  # depth of a float32 sum beyond which it is carried
 
 _plans: dict[Any, Any] = {}
 
@@ -157,6 +158,7 @@ class _Backward:
             rest = (
                 *(M, *common, dx_programs, dw_programs, *how, *precisions),
                 *(c.dx_m, c.dx_k, c.dx_n, c.dw_n, c.dw_k, c.dw_m, c.chunks),
+                *(dy.dtype is torch.float32 and depth > _DEEP for depth in (M, N)),
                 *(M % (c.dw_m * c.chunks) == 0, N % (c.dx_n * c.chunks) == 0, interpreted),
             )
         else:

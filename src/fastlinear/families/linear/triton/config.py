@@ -12,6 +12,7 @@ from fastlinear.activations.reference import NAMES
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _MAX_INT = 2**31 - 1
+_LONGEST_CHAIN = 32  # float32 additions of a thread one after the other: each rounds
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,11 @@ def few_rows_config_for(M: int, K: int, N: int, dtype: torch.dtype) -> FewRowsCo
     vector = 16 // dtype.itemsize
     while warps > 1 and 32 * vector * warps > K:
         warps //= 2
+    width = 32 * vector * warps
+    while dtype.itemsize == 4 and width < min(2048, K // _LONGEST_CHAIN):
+        warps, width = min(8, 2 * warps), 2 * width
     block_n = 4 if M == 1 and dtype.itemsize == 2 and N >= 2048 else 2
-    return FewRowsConfig(block_n, 32 * vector * warps, warps)
+    return FewRowsConfig(block_n, width, warps)
 
 
 def max_backward_rows(capability: tuple[int, int]) -> int:

@@ -13,6 +13,15 @@ from fastlinear.families.linear.triton.few_rows import _dpre
 
 
 @triton.jit
+def _carry(sums, total, depth, SPAN: tl.constexpr = 1024):
+    """(sums, total) at a depth: sums of each SPAN go into the total, as long chains round."""
+    if depth % SPAN == 0:
+        total += sums
+        sums = tl.zeros_like(sums)
+    return sums, total
+
+
+@triton.jit
 def _dx_tile(
     dy_ptr,
     saved_ptr,
@@ -34,6 +43,7 @@ def _dx_tile(
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr,
+    DEEP: tl.constexpr,
     EVEN: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -52,6 +62,8 @@ def _dx_tile(
         saved_ptrs = saved_ptr + rows * saved_row_stride + n64[None, :]
     w_ptrs = w_ptr + n64[:, None] * w_row_stride + cols * w_col_stride
     dx = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
+    if DEEP:
+        total = tl.zeros_like(dx)
     for start in range(0, N, BLOCK_N * CHUNKS):
         for chunk in tl.static_range(CHUNKS):
             mask = n_offs < N - start - chunk * BLOCK_N
@@ -71,6 +83,10 @@ def _dx_tile(
             w_ptrs += tl.full((), BLOCK_N, tl.int64) * w_row_stride
             if saved_ptr is not None:
                 saved_ptrs += BLOCK_N
+        if DEEP:
+            dx, total = _carry(dx, total, start + BLOCK_N * CHUNKS)
+    if DEEP:
+        dx += total
     offs = row_offs.to(tl.int64)[:, None] * K + col_offs[None, :]
     inside = (row_offs < M)[:, None] & (col_offs < K)[None, :]
     tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -98,6 +114,7 @@ def _dw_tile(
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNKS: tl.constexpr,
+    DEEP: tl.constexpr,
     EVEN: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -114,6 +131,8 @@ def _dw_tile(
         saved_ptrs = saved_ptr + m64 * saved_row_stride + ns
     x_ptrs = x_ptr + m64 * x_row_stride + (col_offs % K).to(tl.int64)[None, :] * x_col_stride
     dw = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    if DEEP:
+        total = tl.zeros_like(dw)
     for start in range(0, M, BLOCK_M * CHUNKS):
         for chunk in tl.static_range(CHUNKS):
             mask = (m_offs < M - start - chunk * BLOCK_M)[:, None]
@@ -131,6 +150,10 @@ def _dw_tile(
             x_ptrs += tl.full((), BLOCK_M, tl.int64) * x_row_stride
             if saved_ptr is not None:
                 saved_ptrs += tl.full((), BLOCK_M, tl.int64) * saved_row_stride
+        if DEEP:
+            dw, total = _carry(dw, total, start + BLOCK_M * CHUNKS)
+    if DEEP:
+        dw += total
     offs = row_offs.to(tl.int64)[:, None] * K + col_offs[None, :]
     inside = (row_offs < N)[:, None] & (col_offs < K)[None, :]
     tl.store(dw_ptr + offs, dw.to(dw_ptr.dtype.element_ty), mask=inside)
@@ -163,14 +186,15 @@ def _db_strip(
     if saved_ptr is not None:
         saved_ptrs = saved_ptr + m64 * saved_row_stride + ns
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    total = tl.zeros_like(sums)
     for m in range(0, M, BLOCK_M):
         mask = (m_offs < M - m)[:, None]
         grad = _dpre(dy_ptrs, saved_ptrs, mask, saved_ptr is not None, ACTIVATION, MATH, EVEN)
-        sums += grad.to(tl.float32)
+        sums, total = _carry(sums + grad.to(tl.float32), total, m + BLOCK_M)
         dy_ptrs += tl.full((), BLOCK_M, tl.int64) * dy_row_stride
         if saved_ptr is not None:
             saved_ptrs += tl.full((), BLOCK_M, tl.int64) * saved_row_stride
-    db = tl.sum(sums, axis=0)
+    db = tl.sum(total + sums, axis=0)
     tl.store(db_ptr + n_offs, db.to(db_ptr.dtype.element_ty), mask=n_offs < N)
 
 
@@ -206,6 +230,8 @@ def _tiles_backward_kernel(
     DW_K: tl.constexpr,
     DW_M: tl.constexpr,
     CHUNKS: tl.constexpr,
+    DEEP_M: tl.constexpr,
+    DEEP_N: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -215,8 +241,9 @@ def _tiles_backward_kernel(
 
     dy and saved are (M, N), the latter with unit stride along N, or None; x (M, K) and w (N, K)
     have any strides; dx (M, K), dw (N, K) and db (N,) are contiguous, and None where not wanted.
-    Tiles take CHUNKS steps of DX_N rows of W, or DW_M rows of x, at a time. EVEN_M: M is a
-    multiple of DW_M * CHUNKS; EVEN_N: N is one of DX_N * CHUNKS. UPCAST multiplies in float32
+    Tiles take CHUNKS steps of DX_N rows of W, or DW_M rows of x, at a time. DEEP_M, DEEP_N: sums
+    over M, or N, are carried. EVEN_M: M is a multiple of DW_M * CHUNKS; EVEN_N: N is one of DX_N *
+    CHUNKS. UPCAST multiplies in float32
     (the CPU interpreter has no bfloat16). dpre is rounded to the dtype of dy before the products.
     """
     pid = tl.program_id(0)
@@ -243,6 +270,7 @@ def _tiles_backward_kernel(
                 DX_K,
                 DX_N,
                 CHUNKS,
+                DEEP_N,
                 EVEN_N,
                 UPCAST,
             )
@@ -269,6 +297,7 @@ def _tiles_backward_kernel(
                 DW_K,
                 DW_M,
                 CHUNKS,
+                DEEP_M,
                 EVEN_M,
                 UPCAST,
             )
