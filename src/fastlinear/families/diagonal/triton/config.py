@@ -143,14 +143,13 @@ def _fold(m: int, k: int, dense: bool, most: int) -> tuple[int, int]:
         if block >= _LEAST_BLOCK and m % fold == 0:
             return fold, block
     step = VECTOR // math.gcd(k, VECTOR)
-    found = min(range(step, min(m, _MOST_FOLD) + 1, step), key=lambda f: _rank(f * k, f, most))
-    return found, most
+    folds = range(step, min(m, _MOST_FOLD) + 1, step)
+    few = next((f for f in folds if _waste(f * k, most) <= _MOST_WASTE), None)
+    return few or min(folds, key=lambda f: _waste(f * k, most)), most
 
 
-def _rank(width: int, fold: int, block: int) -> tuple[float, int]:
-    """Small waste first, then few rows folded: a waste that is small enough counts as none."""
-    waste = -(-width // block) * block / width - 1
-    return (waste if waste > _MOST_WASTE else 0.0), fold
+def _waste(width: int, block: int) -> float:
+    return -(-width // block) * block / width - 1
 
 
 def reason_not(p: Problem) -> str | None:
