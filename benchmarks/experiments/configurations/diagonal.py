@@ -22,10 +22,9 @@ from benchmarks.experiments.configurations.kind import (
     width,
 )
 from fastlinear.families.diagonal.triton import backend, backward_config, forward_config
-from fastlinear.families.diagonal.triton import config as triton_config
-from fastlinear.families.diagonal.triton.config import DiagonalConfig
+from fastlinear.families.diagonal.triton.config import DiagonalConfig, cut
 
-_MOST_ROWS = 1 << 17
+_MOST_ROWS, _UNITS = 1 << 17, 132
 _ACTIVATIONS = ("none", "relu", "silu", "gelu")
 
 
@@ -68,14 +67,17 @@ def _forward_blocks() -> tuple[DiagonalConfig, ...]:
 
 
 def _forward_candidates(p: Problem) -> list[DiagonalConfig]:
-    """The next kernel may begin when it may in what calls take."""
-    early = _forward_chosen(p).early
-    found = forward_config.candidates(p["M"], p["K"], _forward_blocks())
-    return [replace(c, early=early) for c in found]
-
-
-def _forward_chosen(p: Problem) -> DiagonalConfig:
-    return triton_config.forward_config(*_call(p))
+    """Those whose programs have something to do; the next kernel begins as in what calls take."""
+    (m, k, *_), found = _call(p), []
+    early = forward_config.config_for(*_call(p)).early
+    for c in _forward_blocks():
+        made = cut(m, k, True, _UNITS, c)
+        once = made.strips * made.block_m >= made.rows
+        many = made.strips * made.blocks > 1024 * _UNITS and c.numbers < 4096
+        large = m * k < c.numbers // 2 > 512 or (c.block_k > max(128, 2 * k) and m < 16)
+        if not (once and c.per_unit > 0) and not many and not large:
+            found.append(replace(c, early=early))
+    return found
 
 
 def _inputs(p: Problem, place: torch.device, forward: bool = False) -> list[tuple[Any, ...]]:
@@ -115,10 +117,11 @@ BACKWARD = Kind(
 FORWARD = replace(
     BACKWARD,
     draw=partial(_drawn, most=1 << 27, activations=(*_ACTIVATIONS, "tanh")),
-    chosen=_forward_chosen,
+    chosen=lambda p: forward_config.config_for(*_call(p)),
     candidates=_forward_candidates,
     microseconds=lambda p, c: forward_config.microseconds(c, *_call(p)),
     inputs=partial(_inputs, forward=True),
     run=_forward_run,
     terms=lambda p, c: forward_config.terms(c, *_call(p)),
+    serves=lambda _, c: c.per_unit == 0,  # others gained nothing
 )

@@ -1,27 +1,53 @@
-"""Which configuration diagonal_linear's backward takes in Triton."""
+"""Which configurations diagonal_linear takes in Triton."""
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.experiments.configurations import diagonal as experiment
-from benchmarks.experiments.configurations.rows import mean, read, regrets, regrets_of_chosen
+from benchmarks.experiments.configurations.rows import (
+    mean,
+    read,
+    regrets,
+    regrets_of_chosen,
+    told,
+)
 from fastlinear.families.diagonal.triton.backward_config import candidates, config_for
 
 ROOT = Path(__file__).parents[3]
+KINDS = {
+    "diagonal": (experiment.BACKWARD, 1.11, 1.16),
+    "diagonal-forward": (experiment.FORWARD, 1.08, 1.08),
+}
+"""Rows → their kind, what the model's choice may take of the best, what a map's took at least."""
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_model_of_time_chooses_what_was_fastest(dtype: str) -> None:
-    """Of the configurations that were timed for each of 198 drawn calls; a map chose before."""
-    kind = experiment.BACKWARD
-    rows = read(kind, ROOT / "results/nvidia-h200/diagonal.jsonl.gz")[dtype]
+@pytest.mark.parametrize("name", KINDS)
+def test_the_model_of_time_chooses_what_was_fastest(name: str, dtype: str) -> None:
+    """Of the configurations that were timed for each drawn call; a map chose before."""
+    kind, most, least = KINDS[name]
+    rows = read(kind, ROOT / f"results/nvidia-h200/{name}.jsonl.gz")[dtype]
     found = regrets(rows, np.array([kind.microseconds(r.problem, r.config) for r in rows]))
     assert len(found) > 60
-    assert mean(found) < 1.11 < 1.16 < mean(regrets_of_chosen(rows))
+    assert mean(found) < most <= least < mean(regrets_of_chosen(rows))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_forwards_as_chosen_beat_the_map_before(dtype: str) -> None:
+    """Over the calls of which the choice was timed."""
+    kind, ratios = experiment.FORWARD, []
+    timed = read(kind, ROOT / "results/nvidia-h200/diagonal-forward.jsonl.gz")[dtype]
+    for _, rows in groupby(timed, key=lambda row: told(row.problem)):
+        call = list(rows)
+        ours = [row.us for row in call if row.config == kind.chosen(row.problem)]
+        ratios += [ours[0] / row.us for row in call if row.chosen and ours]
+    assert len(ratios) > 20
+    assert mean(ratios) < 0.98
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

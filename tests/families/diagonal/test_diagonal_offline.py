@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fastlinear.families.diagonal.triton import backend, backward_config
+from fastlinear.families.diagonal.triton import backend, backward_config, forward_config
 from fastlinear.families.diagonal.triton import config as triton_config
 from tests.families.triton_offline import Recorded, dumped, recorder, usage
 
@@ -89,7 +89,7 @@ def test_memory_is_read_sixteen_bytes_at_a_time(k: int, launches: list[Recorded]
             assert "st.global.v4.b32" in ptx
 
 
-@pytest.mark.parametrize(("m", "k"), [(21561, 25), (32767, 161), (32767, 1071)])
+@pytest.mark.parametrize(("m", "k"), [(215_619, 25), (32767, 161), (32767, 1071)])
 def test_an_odd_number_of_numbers_is_as_well(m: int, k: int, launches: list[Recorded]) -> None:
     """A forward's last few come one by one."""
     run(m, k, torch.bfloat16, "silu")
@@ -103,7 +103,7 @@ def test_an_odd_number_of_numbers_is_as_well(m: int, k: int, launches: list[Reco
 def test_every_number_has_its_tape(m: int, k: int) -> None:
     """Tiles cover what there is, and where a cut calls itself even, exactly that."""
     strips = [c for c in backward_config.BLOCKS if not c.whole]
-    for config in (triton_config.forward_config(m, k, 2), *strips):
+    for config in (*forward_config.BLOCKS, *strips):
         for dense in (True, False):
             c = triton_config.cut(m, k, dense, 132, config)
             assert (c.rows - 1) * c.width + c.last == m * k
@@ -132,11 +132,15 @@ def test_multiples_of_128_rows_leave_nothing_over() -> None:
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_backward_that_may_be_chosen_fits(
+def test_every_configuration_that_may_be_chosen_fits(
     arch: int, dtype: str, launches: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of features that leave columns over too, with the dearest activation."""
+    """Of features that leave columns over too, with the dearest activation and a residual."""
     monkeypatch.setattr(backend, "begins_early", lambda device: arch >= 90)
+    for config in forward_config.BLOCKS:
+        for k in (1024, 1025):
+            x, w = (torch.empty(s, dtype=DTYPES[dtype], device="meta") for s in ((4096, k), (k,)))
+            backend.forward(x, w, w, "gelu", x, None, config=config)
     for config in backward_config.BLOCKS:
         for k in (1024, 1025):
             x, w = (torch.empty(s, dtype=DTYPES[dtype], device="meta") for s in ((4096, k), (k,)))

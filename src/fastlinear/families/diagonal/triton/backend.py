@@ -10,13 +10,12 @@ from torch import Tensor
 
 from fastlinear.core.device import device_facts
 from fastlinear.families.diagonal.reference import Gradients, Needs
-from fastlinear.families.diagonal.triton import backward_config
+from fastlinear.families.diagonal.triton import backward_config, forward_config
 from fastlinear.families.diagonal.triton.config import (
     VECTOR,
     Cut,
     DiagonalConfig,
     cut,
-    forward_config,
     sum_block,
 )
 from fastlinear.families.diagonal.triton.kernels import (
@@ -197,7 +196,7 @@ def _forward_launch(
 ) -> EarlyLaunch:
     """The forward's launch; where x is ``turned``, its rows are features."""
     m, k = x.shape
-    own = config or forward_config(m, k, x.itemsize, activation)
+    own = config or forward_config.config_for(m, k, x.itemsize, activation)
     strides = [k if t is None or m == 1 else t.stride(0) for t in (x, residual)]
     made = cut(m, k, not turned and all(s == k for s in strides), _units(x), own)
     more = made.last % VECTOR if made.fold > 1 else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -15,10 +15,6 @@ _MOST_WASTE = 1 / 16
 _MOST_FOLD = 1024
 _LEAST_BLOCK = 64
 _MOST_ROWS, _MOST_FEATURES = 1 << 30, 1 << 20  # joined rows and their numbers count in 32 bits
-_FEWEST, _FEW = 1 << 16, 1 << 18  # numbers of a launch whose own start takes longest
-_LARGE = 1 << 22  # numbers that keep a GPU busy with few large tiles
-_HUGE = 1 << 25  # numbers beside which launches are nothing
-_QUICK = ("none", "relu", "leaky_relu")  # activations that take no time
 
 
 @dataclass(frozen=True)
@@ -69,33 +65,6 @@ class Cut:
     strips: int
     blocks: int
     even: bool
-
-
-def forward_config(m: int, k: int, itemsize: int, activation: str = "none") -> DiagonalConfig:
-    """The forward's launch configuration for M rows of K features of ``itemsize`` bytes.
-
-    Measured on an H200 at 64 to 32768 rows of 128 to 24576 features.
-    """
-    found = _forward_config(m * k, itemsize, activation in _QUICK)
-    # programs of a sweep that wait for a forward of several waves take its programs' place
-    return found if m * k < _LARGE else replace(found, early="last")
-
-
-def _forward_config(numbers: int, itemsize: int, quick: bool) -> DiagonalConfig:
-    if numbers <= (_FEWEST if quick else _FEW):
-        return DiagonalConfig(1024, 1024, 8, 1, 0)
-    if not quick and numbers >= _LARGE:
-        # an activation leaves time for less: parameters are read once for several rows
-        return DiagonalConfig(*((512, 1024) if itemsize == 4 else (1024, 4096)), 4, 1, 0)
-    if itemsize == 4:
-        return DiagonalConfig(1024, 1024, 4 if numbers < _HUGE else 8, 1, 0)
-    if numbers < _LARGE:
-        return DiagonalConfig(1024, 2048, 4, 1, 0)
-    if numbers < 4 * _LARGE:
-        return DiagonalConfig(2048, 8192, 8, 1, 0)
-    if numbers < 2 * _HUGE:
-        return DiagonalConfig(1024, 2048, 4, 1, 0)
-    return DiagonalConfig(2048, 2048 if numbers < 4 * _HUGE else 4096, 8, 1, 0)
 
 
 def sum_block(parts: int) -> tuple[int, int, int]:
