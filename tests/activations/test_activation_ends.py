@@ -171,8 +171,10 @@ _HOST = """
 #include <cstring>
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
 #define __constant__ const
 static unsigned __float_as_uint(float x) { unsigned y; std::memcpy(&y, &x, 4); return y; }
+static float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
 static unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 """
 _APPROXIMATE = {"ex2.approx.ftz.f32": "y = exp2f(x);", "rcp.approx.ftz.f32": "y = 1.0f / x;"}

@@ -79,35 +79,60 @@ template <int>
 __constant__ unsigned kTwoOverPi[8] = {0x00000000u, 0x28be60dbu, 0x9391054au, 0x7f09d5f4u,
                                        0x7d4d3770u, 0x36d8a566u, 0x4f10e410u, 0x7f9458eau};
 
-// sin(x + quarters pi / 2), to two units in the last place. Up to 71476 the nearest quarter turn is
-// taken away in three parts; beyond, x is multiplied by the 96 bits of 2 / pi that matter to it.
+// x less the nearest multiple of pi / 2, and which that is: beyond 71476, where x is multiplied by the
+// 96 bits of 2 / pi that matter to it. Code that is hardly ever run, once in a kernel.
+template <int A>
+__device__ __noinline__ float far_turned(float x, int& quarter) {
+  const unsigned bits = __float_as_uint(x), m = bits << 8 | 0x80000000u;
+  const unsigned power = (bits >> 23 & 255u) - 126u;
+  const unsigned* word = kTwoOverPi<A> + (power >> 5);
+  const int shift = power & 31u;
+  unsigned first = word[0], second = word[1], third = word[2];
+  if (shift) {
+    first = first << shift | second >> (32 - shift);
+    second = second << shift | third >> (32 - shift);
+    third = third << shift | word[3] >> (32 - shift);
+  }
+  const unsigned low = m * second, sum = low + __umulhi(m, third);
+  const unsigned turns = m * first + __umulhi(m, second) + (sum < low);  // in quarters of 2^30
+  quarter = static_cast<int>((turns + (1u << 29)) >> 30);
+  float r = static_cast<float>(static_cast<int>(turns << 2 | sum >> 30));
+  r = fmaf(static_cast<float>(sum << 2), 2.3283064365386963e-10f, r) * 3.6572951981250744e-10f;
+  if (x < 0.0f) r = -r, quarter = -quarter;
+  if (!(fabsf(x) <= 3.402823466e38f)) r = x - x;  // NaN of infinities
+  return r;
+}
+
+// sin(x + quarters pi / 2). Up to 71476 the nearest quarter turn is taken away in three parts, to two
+// units in the last place; FAST: the nearest half turn, to 2e-7.
 template <int A>
 __device__ __forceinline__ float sine(float x, int quarters) {
+  if constexpr (ACT_FORM == FORM_FAST) {
+    const float shifted = fmaf(x, 0.318309886f, 0.5f * quarters) + 12582912.0f;
+    unsigned half = __float_as_uint(shifted);
+    const float n = (shifted - 12582912.0f) - 0.5f * quarters;
+    float r = fmaf(n, -0x1.921fb0p+1f, x);
+    r = fmaf(n, -0x1.5110b4p-21f, r);
+    r = fmaf(n, -0x1.846988p-47f, r);
+    if (fabsf(x) > 71476.0f) {
+      int quarter;
+      r = far_turned<A>(x, quarter);
+      quarter += quarters;
+      half = quarter >> 1;
+      if (quarter & 1) r = 1.57079637f - fabsf(r);
+    }
+    const float s = r * r;
+    float y = fmaf(fmaf(2.6057803e-6f, s, -1.9809603e-4f), s, 8.3330662e-3f);
+    y = fmaf(fmaf(y, s, -1.6666660e-1f), r * s, r);
+    return __uint_as_float(__float_as_uint(y) ^ half << 31);
+  }
   const float shifted = fmaf(x, 0.636619772f, 12582912.0f);  // 1.5 * 2^23: rounds to an integer
   int quarter = static_cast<int>(__float_as_uint(shifted));
   const float n = shifted - 12582912.0f;
   float r = fmaf(n, -0x1.921fb0p+0f, x);
   r = fmaf(n, -0x1.5110b4p-22f, r);
   r = fmaf(n, -0x1.846988p-48f, r);
-  if (fabsf(x) > 71476.0f) {
-    const unsigned bits = __float_as_uint(x), m = bits << 8 | 0x80000000u;
-    const unsigned power = (bits >> 23 & 255u) - 126u;
-    const unsigned* word = kTwoOverPi<A> + (power >> 5);
-    const int shift = power & 31u;
-    unsigned first = word[0], second = word[1], third = word[2];
-    if (shift) {
-      first = first << shift | second >> (32 - shift);
-      second = second << shift | third >> (32 - shift);
-      third = third << shift | word[3] >> (32 - shift);
-    }
-    const unsigned low = m * second, sum = low + __umulhi(m, third);
-    const unsigned turns = m * first + __umulhi(m, second) + (sum < low);  // in quarters of 2^30
-    quarter = static_cast<int>((turns + (1u << 29)) >> 30);
-    r = static_cast<float>(static_cast<int>(turns << 2 | sum >> 30));
-    r = fmaf(static_cast<float>(sum << 2), 2.3283064365386963e-10f, r) * 3.6572951981250744e-10f;
-    if (x < 0.0f) r = -r, quarter = -quarter;
-    if (!(fabsf(x) <= 3.402823466e38f)) r = x - x;  // NaN of infinities
-  }
+  if (fabsf(x) > 71476.0f) r = far_turned<A>(x, quarter);
   quarter += quarters;
   const float s = r * r;
   float y;

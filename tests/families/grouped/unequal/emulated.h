@@ -21,6 +21,7 @@ typedef unsigned long long u64;
 #define __global__
 #define __grid_constant__
 #define __forceinline__ inline
+#define __noinline__
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
 #define __shared__ static
@@ -30,6 +31,11 @@ inline u32 __float_as_uint(float x) {
   u32 bits;
   memcpy(&bits, &x, 4);
   return bits;
+}
+inline float __uint_as_float(u32 x) {
+  float y;
+  memcpy(&y, &x, 4);
+  return y;
 }
 inline u32 __umulhi(u32 a, u32 b) { return static_cast<u64>(a) * b >> 32; }
 
