@@ -24,6 +24,7 @@ typedef unsigned long long u64;
 #define __global__
 #define __grid_constant__
 #define __forceinline__ inline
+#define __noinline__
 #define __align__(bytes)
 #define __launch_bounds__(...)
 #define __shared__
@@ -111,6 +112,9 @@ inline void __syncthreads() { bar_sync(0, EMULATED_THREADS); }
 inline void __syncwarp() { meet(block.warps[current / 32], 32); }
 inline u32 lane_id() { return current % 32; }
 inline void let_next_start() {}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
+  return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> bits);
+}
 inline void wait_for_previous() {}
 
 inline int __shfl_sync(u32, int v, int lane) {

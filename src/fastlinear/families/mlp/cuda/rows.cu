@@ -118,9 +118,28 @@ __device__ __forceinline__ u32 piece_at(u32 rows, int block, int row, int piece)
   return rows + block * BLOCK_BYTES + row * 128 + ((piece ^ (row & 7)) << 4);
 }
 
+// Eight neighbouring numbers from between 16 bytes: of two aligned pieces, of which each has one of
+// them at least.
+__device__ __forceinline__ uint4 read_between(const unsigned short* from) {
+  const u64 at = reinterpret_cast<u64>(from);
+  const u32 bytes = at & 15;
+  const uint4* const pieces = reinterpret_cast<const uint4*>(at - bytes);
+  const uint4 a = pieces[0], b = pieces[bytes != 0];
+  const u32 words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  u32 twos[6], ones[5];
+#pragma unroll
+  for (int i = 0; i < 6; ++i) twos[i] = bytes & 8 ? words[i + 2] : words[i];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) ones[i] = bytes & 4 ? twos[i + 1] : twos[i];
+  const u32 bits = (bytes & 2) * 8;
+  return {__funnelshift_r(ones[0], ones[1], bits), __funnelshift_r(ones[1], ones[2], bits),
+          __funnelshift_r(ones[2], ones[3], bits), __funnelshift_r(ones[3], ones[4], bits)};
+}
+
 // Eight neighbouring numbers, zeros beyond the width.
 __device__ __forceinline__ uint4 read_piece(const unsigned short* from, int left, bool aligned) {
-  if (aligned && left >= 8) return *reinterpret_cast<const uint4*>(from);
+  if (left >= 8)
+    return aligned ? *reinterpret_cast<const uint4*>(from) : read_between(from);
   u32 words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

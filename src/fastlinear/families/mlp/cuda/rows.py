@@ -1,7 +1,7 @@
 """Many rows through a chain in one kernel, forward or backward, 16 bits: kernels and their sizes.
 
 ``rows.cu`` carries rows through all layers in shared memory, ``row_grads.cu`` has the gradients of
-all weights and biases. Touches no device.
+all weights and biases, ``row_copies.cu`` weights that TMA does not read. Touches no device.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from fastlinear.kernels.cuda.hopper import ASYNC, SHARED_LIMIT, WORDS, wgmma_sou
 
 Widths = tuple[int, ...]
 
-KERNEL, GRADS_KERNEL, SUMS_KERNEL = "whole_mlp_rows", "whole_mlp_row_grads", "whole_mlp_row_sums"
+KERNEL, COPIES_KERNEL = "whole_mlp_rows", "whole_mlp_row_copies"
+GRADS_KERNEL, SUMS_KERNEL = "whole_mlp_row_grads", "whole_mlp_row_sums"
 MAX_STEPS = 16
 MAX_WIDTH = 512
+COPIES_THREADS = 256
 GRADS_THREADS = 384
 GRADS_STAGES = 4
 GRADS_SHARED = GRADS_STAGES * (6 * 8192 + 16) + 1024
@@ -31,7 +33,7 @@ GRADS_SHARED = GRADS_STAGES * (6 * 8192 + 16) + 1024
 _HERE = Path(__file__)
 _SHARED_SOURCES = (WORDS, CUDA_HEADER, ASYNC)
 _BLOCK_BYTES = 64 * 128
-_CHUNK = 4  # blocks of 64 columns that accumulators hold
+CHUNK = 4  # blocks of 64 columns that accumulators hold
 # Registers of a producer's and of a consumer's threads; 0 where all have what the launch gives.
 _REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 _MOST_BLOCKS = {1: 8, 2: 8, 3: 3, 4: 2}  # of columns, whose sums fit those registers
@@ -127,15 +129,23 @@ class Rows:
         terms = self.terms(rows, widths, units)
         return sum(us * n for us, n in zip(_US[backward], terms, strict=True))
 
+    def results_us(
+        self, rows: int, widths: Widths, backward: bool, units: int
+    ) -> tuple[float, float]:
+        """What of it hidden layers' results take, and the last step's."""
+        rounds = -(-rows // (64 * self.consumers * units))
+        each = _US[backward][3 * list(_REGISTERS).index(self.consumers) + 1] * rounds
+        return each * sum(map(blocks_of, widths[1:-1])), each * blocks_of(widths[-1])
+
 
 def tiles_of(widths: Widths) -> int:
     """Tiles of weights of a round."""
-    return sum(blocks_of(k) * -(-blocks_of(n) // _CHUNK) for k, n in pairwise(widths))
+    return sum(blocks_of(k) * -(-blocks_of(n) // CHUNK) for k, n in pairwise(widths))
 
 
 def _slot_blocks(widths: Widths) -> int:
     """Blocks of 64 columns in the largest tile."""
-    return min(_CHUNK, max(map(blocks_of, widths[1:])))
+    return min(CHUNK, max(map(blocks_of, widths[1:])))
 
 
 def _biases(widths: Widths) -> int:
@@ -197,11 +207,19 @@ def source(
         **cuda_macros("fast", activation),
         "FINAL": CODES[final_activation],
     }
-    products = {min(b, _CHUNK) for b in blocks[1:]} | {b - _CHUNK for b in blocks if b > _CHUNK}
+    products = {min(b, CHUNK) for b in blocks[1:]} | {b - CHUNK for b in blocks if b > CHUNK}
     return (
         "".join(f"#define {k} {v}\n" for k, v in macros.items())
         + "".join(wgmma_source(64 * b, dtype, False, backward) for b in sorted(products))
         + "".join(path.read_text() for path in (*_SHARED_SOURCES, _HERE.with_name("rows.cu")))
+    )
+
+
+def copies_source() -> str:
+    """The complete CUDA C++ source of ``row_copies.cu``."""
+    macros = {"MAX_STEPS": MAX_STEPS, **cuda_macros("fast")}
+    return "".join(f"#define {k} {v}\n" for k, v in macros.items()) + "".join(
+        path.read_text() for path in (*_SHARED_SOURCES, _HERE.with_name("row_copies.cu"))
     )
 
 
@@ -216,7 +234,7 @@ def grads_source(dtype: torch.dtype) -> str:
     return (
         "".join(f"#define {k} {v}\n" for k, v in macros.items())
         + wgmma_source(8, dtype, True, False)
-        + "".join(wgmma_source(64 * b, dtype, True, True) for b in range(1, _CHUNK + 1))
+        + "".join(wgmma_source(64 * b, dtype, True, True) for b in range(1, CHUNK + 1))
         + "".join(path.read_text() for path in (*_SHARED_SOURCES, _HERE.with_name("row_grads.cu")))
     )
 

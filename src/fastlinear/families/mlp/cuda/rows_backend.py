@@ -2,8 +2,8 @@
 
 Forward: one launch, in which hidden activations stay in shared memory. Backward: one launch for dy
 → dpre of every layer → dx, one for all dW and db over slices of the rows, one that adds the slices
-up in their order. Weights whose rows do not begin on 16 bytes are copied first, and x of such rows
-before the gradient of the first weight.
+up in their order. Weights whose rows do not begin on 16 bytes are copied first, all in one launch,
+and x of such rows before the gradient of the first weight.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.linear.padded import aligned_copy
 from fastlinear.families.linear.padded_problem import padded_size
 from fastlinear.families.mlp.cuda.rows import (
+    COPIES_KERNEL,
     GRADS_KERNEL,
     GRADS_SHARED,
     KERNEL,
     SUMS_KERNEL,
     Rows,
     Widths,
+    copies_source,
     grads_source,
     rows_for,
     shares_for,
     source,
 )
-from fastlinear.families.mlp.cuda.rows_plans import GradsPlan, RowsPlan
+from fastlinear.families.mlp.cuda.rows_plans import CopiesPlan, GradsPlan, RowsPlan
 from fastlinear.families.mlp.problem import layer_activations
 from fastlinear.families.mlp.reference import Biases, Needs, Weights, first_needed, layer_input
 from fastlinear.kernels.cuda.hopper import ARCH
@@ -41,6 +43,7 @@ from fastlinear.native import cuda_driver as driver
 _NAME = "mlp (rows_cuda backend)"
 _kernels: dict[Any, driver.Kernel] = {}
 _plans: Plans[RowsPlan] = Plans()
+_copies_plans: Plans[CopiesPlan] = Plans()
 _grads_plans: Plans[GradsPlan] = Plans()
 
 
@@ -78,10 +81,10 @@ def forward(
     made = [x.new_empty(x.shape[0], n) for n in widths[1:]] if save else []
     y = made[-1] if save and not pre[-1] else x.new_empty(x.shape[0], widths[-1])
     given: list[Tensor | None] = [x, None, None]
-    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+    for i, (weight, bias) in enumerate(zip(_all_aligned(weights), biases, strict=True)):
         out = y if i == last else made[i] if save and not pre[i] else None
         aside = made[i] if pre[i] else None
-        given += [_aligned(weight), _dense(bias), out, aside, None]
+        given += [weight, _dense(bias), out, aside, None]
     _launch(given, widths, widths, (activation, final_activation), False, any(pre), config)
     return y, tuple(made)
 
@@ -132,7 +135,9 @@ def backward(
     given: list[Tensor | None] = [dy, stored[-1] if graded else None, made]
     widths, pitches = [dy.shape[1]], [1 if made is None else made.stride(0)]
     dx = None
-    for i in reversed(range(stop + (not need_x), layers)):
+    first = stop + (not need_x)
+    aligned = dict(enumerate(_all_aligned(weights[first:]), first))
+    for i in reversed(range(first, layers)):
         n = weights[i].shape[1]
         below = activation_of(activation).saved
         aside = None
@@ -146,7 +151,7 @@ def backward(
             if need_ws[i]:
                 inputs[i] = stored[i - 1] if aside is None else aside
         read = stored[i - 1] if i and (below != "none" or aside is not None) else None
-        given += [_aligned(weights[i]), None, out, aside, read]
+        given += [aligned[i], None, out, aside, read]
         widths.append(n)
         pitches.append(n if i == 0 else padded_size(n))
     if len(widths) == 1:
@@ -297,6 +302,26 @@ def _aligned(matrix: Tensor) -> Tensor:
     if _on_16_bytes(copied):
         return copied
     return matrix.clone(memory_format=torch.contiguous_format)  # of rows long enough, but misplaced
+
+
+def _all_aligned(weights: Weights) -> list[Tensor]:
+    """Weights as TMA reads them: those that are not so are copied."""
+    found = list(weights)
+    odd = [i for i, weight in enumerate(weights) if not _on_16_bytes(weight)]
+    if not odd:
+        return found
+    for i in odd:
+        found[i] = _pitched(weights[i], weights[i].shape[1])
+    given = [*(weights[i] for i in odd), *(found[i] for i in odd)]
+    device = given[0].device
+    key = tuple([(*t.shape, *t.stride()) for t in given]), device.index
+
+    def plan() -> CopiesPlan:
+        with torch.cuda.device(-1 if device.index is None else device.index):
+            return CopiesPlan(_kernel(copies_source(), COPIES_KERNEL, 0, device.index), given)
+
+    _copies_plans.of(key, plan).run(*given)
+    return found
 
 
 def _pitched(like: Tensor, columns: int) -> Tensor:

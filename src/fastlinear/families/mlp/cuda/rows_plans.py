@@ -1,4 +1,5 @@
-"""Prepared launches of ``rows.cu`` and ``row_grads.cu``: fixed shapes, any addresses."""
+"""Prepared launches of ``rows.cu``, ``row_copies.cu`` and ``row_grads.cu``: fixed shapes, any
+addresses."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.families.mlp.cuda.rows import (
+    COPIES_THREADS,
     GRADS_THREADS,
     MAX_STEPS,
     Rows,
@@ -106,6 +108,38 @@ class RowsPlan:
         launch.set_grid(self.blocks)
         launch.begin_early()
         self.run = Prepared(launch, device, block.places, block.masks)
+
+
+_COPIES_STRIDES = 16 * MAX_STEPS  # behind from[], to[]: row[], column[] | n[], k[], pitch[]
+_COPIES_SIZES = _COPIES_STRIDES + 16 * MAX_STEPS
+_COPIES_BYTES = _COPIES_SIZES + 12 * MAX_STEPS
+_MOST_COPY_BLOCKS = 64  # of a matrix
+
+
+class CopiesPlan:
+    """The launch of ``row_copies.cu``. Its tensors: matrices, then as many copies of them.
+
+    Args:
+        kernel: compiled.
+        given: tensors of the kind.
+    """
+
+    def __init__(self, kernel: driver.Kernel, given: Sequence[Tensor]) -> None:
+        count = len(given) // 2
+        block = Block(_COPIES_BYTES)
+        tiles = 1
+        for i, (t, copy) in enumerate(zip(given[:count], given[count:], strict=True)):
+            block.address(8 * i, i)
+            block.address(8 * (MAX_STEPS + i), count + i)
+            for j, stride in enumerate(t.stride()):
+                block.numbers(_COPIES_STRIDES + 8 * (j * MAX_STEPS + i), "q", stride)
+            for j, size in enumerate((*t.shape, copy.stride(0))):
+                block.numbers(_COPIES_SIZES + 4 * (j * MAX_STEPS + i), "i", size)
+            tiles = max(tiles, blocks_of(t.shape[0]) * blocks_of(t.shape[1]))
+        launch = driver.Launch(kernel, COPIES_THREADS, 1, [block.argument])  # type: ignore[list-item]
+        launch._config.grid[:2] = min(tiles, _MOST_COPY_BLOCKS), count
+        launch.begin_early()
+        self.run = Prepared(launch, kernel.device, block.places, block.masks)
 
 
 # dpre[], input[] | weight[], bias[], parts | parts_at[] | rows, layers, n[], k[], tile[], slices[],
