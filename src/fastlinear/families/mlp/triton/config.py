@@ -45,15 +45,18 @@ def forward_config(
         few = block_m == _MIN_BLOCK
         return WholeConfig(block_m, 8 if wide or few else 4, ahead=int(few), chunk=64)
     block_m = _block_rows(M, units, 128)
-    if block_m < 64:
-        return WholeConfig(block_m, 8 if wide else 4, ahead=1 if wide else 2)
-    if not wide:
-        return WholeConfig(block_m, 4, ahead=0)
+    if not wide and block_m < 64:
+        return WholeConfig(block_m, 4, ahead=2)
+    if not wide:  # masks of weights that begin anywhere take registers
+        masked = any(n % 16 for n in widths[1:-1])
+        return WholeConfig(128, 8, ahead=0) if masked else WholeConfig(64, 4, ahead=0)
     if block_m == 128 and capability[0] == 9:
         # One program fills a multiprocessor's registers; its shared memory holds weights
         return WholeConfig(block_m, 8, 1, _RESIDENT_TILES, 0, 1)
-    if _has_narrow_parts(widths) and max(widths) > 64:
-        return WholeConfig(32, 8, ahead=1)
+    if _has_narrow_parts(widths):  # weights of parts of 128 would not fit the registers
+        return WholeConfig(min(block_m, 32), 4, ahead=0, chunk=64)
+    if block_m < 64:
+        return WholeConfig(block_m, 8, ahead=1)
     return WholeConfig(block_m, block_m // 16, ahead=0, chunk=64)
 
 
