@@ -30,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows.add_argument("--seconds", type=float, default=300.0)
     rows.add_argument("--jobs", type=int, default=8, help="processes, which compile side by side")
     rows.add_argument("--family", action="append", choices=FAMILIES)
+    rows.add_argument("--backend", action="append", help="only calls that it can serve; repeatable")
     given = parser.parse_args(arguments)
     try:
         if given.command == "prices":
@@ -37,7 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if given.command == "collect":
             wanted = given.family or FAMILIES
-            counts = collect(wanted, given.seed, given.seconds, given.jobs, given.out)
+            how = (given.seed, given.seconds, given.jobs, given.out, given.backend or ())
+            counts = collect(wanted, *how)
             print(f"{counts[0]} rows of pieces, {counts[1]} of whole calls: {given.out}")
             return 0
         return _headroom(given)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -22,6 +22,7 @@ from fastlinear.core.device import device_facts
 from fastlinear.core.environment import environment
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.dispatch import prices
+from fastlinear.dispatch.backend import family
 
 _LIMIT = drawn.Limit(3e11, 1 << 30)
 _WAYS_S = 0.3  # of the time, for whole calls, in one process when the others are done
@@ -29,7 +30,12 @@ Row = dict[str, Any]
 
 
 def collect(
-    families: Sequence[str], seed: int, seconds: float, jobs: int, out: Path
+    families: Sequence[str],
+    seed: int,
+    seconds: float,
+    jobs: int,
+    out: Path,
+    backends: Sequence[str] = (),
 ) -> tuple[int, int]:
     """Write a header, rows of pieces and rows of whole calls; returns how many of each.
 
@@ -37,6 +43,7 @@ def collect(
         seed: draws the calls.
         seconds: about how long to measure.
         jobs: processes.
+        backends: only calls that one of these can serve; all if not given.
     """
     if not torch.cuda.is_available():
         raise UnsupportedError(
@@ -51,7 +58,7 @@ def collect(
         "traits": prices.traits(device_facts(place)),
         "env": environment(place),
     }
-    tasks = partial(_drawn, families, seed)
+    tasks = partial(_drawn, families, seed, tuple(backends))
     pieces, written = 0, 0
     with out.open("w") as file:
         file.write(json.dumps(header) + "\n")
@@ -62,27 +69,37 @@ def collect(
                 file.write(json.dumps(row) + "\n")
                 pieces += 1
             file.flush()  # a run that is cut leaves what it has
-        for row in _whole(families, seed, time.time() + seconds * _WAYS_S):
+        for row in _whole(tasks(), time.time() + seconds * _WAYS_S):
             file.write(json.dumps(row) + "\n")
             file.flush()
             written += 1
     return pieces, written
 
 
-def _drawn(families: Sequence[str], seed: int) -> Iterator[drawn.Drawn]:
+def _drawn(families: Sequence[str], seed: int, backends: Sequence[str]) -> Iterator[drawn.Drawn]:
     for index in count():
         for name in families:
             for mode in (drawn.INFERENCE, drawn.TRAINING):
-                yield drawn.case(name, seed, index, "cuda", mode, limit=_LIMIT)
+                case = drawn.case(name, seed, index, "cuda", mode, limit=_LIMIT)
+                if not backends or _served(case, backends):
+                    yield case
+
+
+def _served(case: drawn.Drawn, backends: Sequence[str]) -> bool:
+    return any(
+        backend.name in backends and backend.why_not_ready(p) is None
+        for p in measure.pieces_of(case.problem)
+        for backend in family(p.family).candidates(p.piece)
+    )
 
 
 def _pieces(case: drawn.Drawn, place: torch.device) -> list[Row]:
     return list(measure.measure_pieces(case, place))
 
 
-def _whole(families: Sequence[str], seed: int, end: float) -> Iterator[Row]:
+def _whole(cases: Iterable[drawn.Drawn], end: float) -> Iterator[Row]:
     ways.wait()
-    for case in _drawn(families, seed):
+    for case in cases:
         if time.time() > end:
             return
         try:
