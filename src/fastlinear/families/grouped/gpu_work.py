@@ -56,7 +56,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
 
 
 def _padded(p: Problem) -> tuple[Work, ...]:
-    """Copies, and the products of tokens and weights that lie well."""
+    """Copies, and the products of tokens and weights that lie well, Triton's for all that serve."""
     groups, m, k, n = (max(1, p.dim(name)) for name in ("G", "M", "K", "N"))
     order, wide = p.option("order"), padded_size(k)
     lies = {"order": inner_order(order), "x": "dense", "w": "dense"}
@@ -72,7 +72,7 @@ def _padded(p: Problem) -> tuple[Work, ...]:
     kind = f"{NAME} padded {p.piece}"
     sizes = {"numbers": numbers, "k": k}
     copies = Work(f"{kind} copies", bytes_us(p, 2 * numbers), sizes, flags_of(p, "order", "x", "w"))
-    return (*_device(inner, "padded"), call(f"{kind} copy", x + w + dx + dw + 2 * turned), copies)
+    return (*_device(inner, "triton"), call(f"{kind} copy", x + w + dx + dw + 2 * turned), copies)
 
 
 def _alone(p: Problem, backend: str) -> bool:
@@ -175,10 +175,10 @@ def _device(p: Problem, backend: str) -> tuple[Work, ...]:
     if channels:
         sizes["length"] = p.dim("L")
     options = [name for name in ("order", "x", "w", "rows") if name in dict(p.options)]
-    strided = _strided(p) if p.family == NAME else ()
-    rows_of = (*rows_at(p, k), *rows_at(p, n))
-    crossed = (f"{way[-1]} {flag}" for flag in (*strided, *rows_of)) if way else ()
-    layouts = (*flags_of(p, *options), *rows_of, *way, *strided, *crossed)
+    name = f"{p.family} {backend}" + ("" if p.family != NAME else f" {p.piece}")
+    if p.family == NAME and backend not in _LIBRARY:
+        return (*_ours(p, name, us, way), *_outputs(p, name))
+    layouts = (*flags_of(p, *options), *rows_at(p, k), *rows_at(p, n), *way, *_strided(p))
     more = (*flags_of(p, "bias"), *(rows_at(p, p.dim("L")) if channels else ()))
     inner = (k, p.dim("L")) if channels else (k, n)
     rows = of_rows(size, inner, triton=backend in _TRITON)
@@ -186,7 +186,6 @@ def _device(p: Problem, backend: str) -> tuple[Work, ...]:
     variants = tuple(name for name, holds in ways if holds)
     step = (STEP,) if p.piece == STEP else ()  # of one kernel with the forward
     activation = p.option("activation")
-    name = f"{p.family} {backend}" + ("" if p.family != NAME else f" {p.piece}")
     sweep = Work(
         f"{name} pass",
         bytes_us(p, 2 * every),
@@ -199,4 +198,66 @@ def _device(p: Problem, backend: str) -> tuple[Work, ...]:
         *((call(f"{name} group", filled),) if alone or backend == "together" else ()),
         Work(f"{name} product", us, sizes, layouts, (*variants, *step)),
         sweep,
+        *_copies(p, name),
     )
+
+
+def _ours(p: Problem, name: str, us: float, way: tuple[str, ...]) -> tuple[Work, ...]:
+    """Products of a kernel of ours, and the loads of its tiles: how numbers lie tells in these.
+
+    Args:
+        us: of the products.
+        way: what is known of the launch: its tile, and how it goes through them.
+    """
+    groups, m, k, n = (max(1, p.dim(size)) for size in ("G", "M", "K", "N"))
+    rows, columns = _tile_of(way)
+    tiles = ceil(groups * ceil(m / rows) * ceil(n / columns) / units()) * units()  # whole waves
+    order, row = p.option("order"), p.dim("L") if p.option("order") == "channels" else k
+    x, w = tiles * min(rows, m) * k, tiles * min(columns, n) * k
+    sizes = {"m": m, "k": k, "n": n, "groups": groups, "mn": groups * m * n}
+    sizes["mkn"] = groups * m * k * n
+    ones = tuple(name for name, size in (("m=1", m), ("n=1", n)) if size == 1)
+    wide = n if flags_of(p, "w") else k  # numbers of a weight that lie side by side
+    x_sizes, w_sizes = {"numbers": x, "n": n, "k": k}, {"numbers": w, "m": m, "k": k}
+    how = way[-1:]
+    return (
+        Work(f"{name} product", us, sizes, way, ones),
+        Work(f"{name} x", bytes_us(p, x), x_sizes, how, _lies(p, f"x in {order}", "x", row, how)),
+        Work(f"{name} w", bytes_us(p, w), w_sizes, how, _lies(p, "w", "w", wide, how)),
+    )
+
+
+def _outputs(p: Problem, name: str) -> tuple[Work, ...]:
+    groups, m, n = (max(1, p.dim(size)) for size in ("G", "M", "N"))
+    order, activation, numbers = p.option("order"), p.option("activation"), groups * m * n
+    row = p.dim("L") if order == "channels" else n
+    flags = (f"order={order}", *rows_at(p, row), *flags_of(p, "bias"))
+    sweep = Work(
+        f"{name} pass", bytes_us(p, numbers), {"numbers": numbers, "n": n}, flags, (activation,)
+    )
+    return call(name, 1.0, activation), sweep
+
+
+def _tile_of(way: tuple[str, ...]) -> tuple[int, int]:
+    """Rows and columns of a launch's tile, or usual ones."""
+    tile = next((flag.removeprefix("tile:") for flag in way if flag.startswith("tile:")), "64x64")
+    rows, columns = map(int, tile.split("x"))
+    return rows, columns
+
+
+def _lies(p: Problem, what: str, option: str, row: int, how: tuple[str, ...]) -> tuple[str, ...]:
+    """How an operand lies, as variants: far apart, and in rows of so many numbers."""
+    size = FLOAT_DTYPES[p.dtype].itemsize
+    narrow = (name for name, holds in of_rows(size, (row,), triton=True) if holds)
+    return tuple(" ".join((*how, what, flag)) for flag in (*flags_of(p, option), *narrow))
+
+
+def _copies(p: Problem, name: str) -> tuple[Work, ...]:
+    """Of operands that PyTorch's products do not take as they lie."""
+    if p.family != NAME or (p.option("order") != "channels" and not flags_of(p, "x")):
+        return ()
+    groups, m, k, n = (max(1, p.dim(size)) for size in ("G", "M", "K", "N"))
+    numbers = groups * m * (k + n * (p.option("order") == "channels"))
+    sizes = {"numbers": numbers, "n": p.dim("L") if p.option("order") == "channels" else k}
+    flags = tuple(f"{flag} in {p.option('order')}" for flag in flags_of(p, "x"))
+    return (Work(f"{name} copies", bytes_us(p, 2 * numbers), sizes, flags),)
