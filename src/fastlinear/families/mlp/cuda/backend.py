@@ -347,7 +347,7 @@ def _loaded(text: str, shared: int, device: int, name: str) -> driver.Kernel:
 def _clusters_plan(call: _Call, config: Config) -> ClustersPlan:
     """The plan of a launch of ``whole.cu``."""
     widths, itemsize = call.widths, call.dtype.itemsize
-    _refuse(_size_reason(widths, call.rows) or config.invalid(widths, itemsize))
+    _refuse(_too_many(len(widths) - 1) or config.invalid(widths, itemsize))
     if torch.cuda.get_device_capability(call.device) != (9, 0):
         raise _unsupported("the device is not a Hopper GPU")
     if config.direct and call.vec != 16:
