@@ -28,10 +28,6 @@ from fastlinear.families.mlp.cuda.config import (
     CLUSTERS,
     Config,
     Widths,
-    config_for,
-    grid_for,
-    launches_for,
-    stream_for,
 )
 from fastlinear.families.mlp.cuda.grid import Grid
 from fastlinear.families.mlp.cuda.launches import Launches
@@ -87,7 +83,8 @@ def _draw(draw: Random) -> Problem | None:
         "dtype": draw.choice(("bfloat16", "bfloat16", "float32")),
         "activation": draw.choice(_ACTIVATIONS),
     }
-    return problem if len(_candidates(problem)) > 1 else None
+    able = choice.sharings(*_sizes(problem), _aligned(problem))
+    return problem if able and len(_candidates(problem)) > 1 else None
 
 
 def _width(draw: Random) -> int:
@@ -108,14 +105,7 @@ def _aligned(p: Problem) -> bool:
 
 
 def _chosen(p: Problem) -> Shared:
-    """What a call takes; the best by the model where no call takes any."""
-    sizes, aligned = _sizes(p), _aligned(p)
-    found: Sharing | None = None
-    if aligned:
-        found = stream_for(*sizes) or launches_for(*sizes) or grid_for(*sizes)
-    if found is None and backend._size_reason(*sizes[:2]) is None:
-        found = config_for(*sizes, aligned)
-    return min(_candidates(p), key=lambda c: _us(p, c)) if found is None else _shared(found)
+    return _shared(choice.sharings(*_sizes(p), _aligned(p))[0])
 
 
 def _us(p: Problem, c: Shared) -> float:
@@ -262,6 +252,12 @@ def _config(p: Problem, fields: dict[str, Any]) -> Shared:
     return Shared(fields["kernel"], tuple(made(**c) for c in fields["configs"]))
 
 
+def _serves(p: Problem, c: Shared) -> bool:
+    """Not of clusters of 2 in 16 bits, which hold too much of K in registers."""
+    (config, *_) = c.configs
+    return not isinstance(config, Grid) or config.cluster > 2 or p["dtype"] == "float32"
+
+
 KIND = Kind(
     draw=_draw,
     chosen=_chosen,
@@ -271,5 +267,6 @@ KIND = Kind(
     run=_run,
     terms=_terms,
     config=_config,
-    group=lambda p: p["dtype"],
+    group=lambda p: "float32" if p["dtype"] == "float32" else "16 bits",
+    serves=_serves,
 )

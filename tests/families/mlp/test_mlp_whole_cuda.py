@@ -17,7 +17,7 @@ from fastlinear.activations.reference import NAMES
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.mlp import reference
-from fastlinear.families.mlp.cuda import backend, clusters
+from fastlinear.families.mlp.cuda import backend, choice, clusters
 from fastlinear.families.mlp.cuda.backend import Config
 from fastlinear.families.mlp.problem import problem
 from tests.families import nvrtc_offline as offline
@@ -52,24 +52,29 @@ NARROW = (100, 16, 7, 30, 200, 8, 4, 16, 90)
 # ---------------------------------------------------------------- anywhere
 
 
+def _config(widths: tuple[int, ...], rows: int, itemsize: int, aligned: bool = True) -> Config:
+    found = choice.best("clusters", widths, rows, itemsize, aligned)
+    assert isinstance(found, Config)
+    return found
+
+
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 @pytest.mark.parametrize("rows", [1, 8, 9, 64, 65, 128, 1024])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_config_for_is_always_buildable(widths: tuple[int, ...], rows: int, itemsize: int) -> None:
-    config = backend.config_for(widths, rows, itemsize)
-    assert config.invalid(widths, itemsize) is None
+def test_what_is_chosen_can_be_built(widths: tuple[int, ...], rows: int, itemsize: int) -> None:
+    assert _config(widths, rows, itemsize).invalid(widths, itemsize) is None
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("layers", [1, backend.MAX_LAYERS])
-def test_config_for_fits_the_largest_chain(itemsize: int, layers: int) -> None:
-    for width in (64, 128, 256, 512, backend.MAX_WIDTH):
+def test_weights_that_may_start_anywhere_are_served(itemsize: int, layers: int) -> None:
+    for width in (64, 128, 256, 512, backend.MAX_UNALIGNED):
         widths = (width,) * (layers + 1)
         for rows in (1, 64, 128):
-            config = backend.config_for(widths, rows, itemsize)
+            config = _config(widths, rows, itemsize, aligned=False)
             assert config.invalid(widths, itemsize) is None
             assert config.shared_bytes(widths, itemsize) <= SHARED_LIMIT
-            assert not backend.config_for(widths, rows, itemsize, aligned=False).direct
+            assert not config.direct
 
 
 @pytest.mark.parametrize(
@@ -201,11 +206,11 @@ def test_reason_not_without_a_device_or_for_what_it_cannot_do(
     assert "float64" in reason(dtype="float64")
     assert "rows of x" in reason(x_layout="strided")
     assert "weights" in reason(w_layout="mixed")
-    assert "1025" in reason(widths=(64, 1025))
+    assert "8191" in reason(widths=(8191, 64))
+    assert reason(widths=(8192, 64)) == ""
     assert "layers" in reason(widths=(8,) * (backend.MAX_LAYERS + 2))
     assert "empty" in reason(rows=0)
     assert str(backend.MAX_ROWS + 1) in reason(rows=backend.MAX_ROWS + 1)
-    assert "129" in reason(rows=backend.MAX_ROWS_WIDE + 1, widths=(1024,) * 3)
 
 
 def test_a_cpu_tensor_is_refused() -> None:
@@ -236,7 +241,7 @@ def test_compiles_without_spills(
     save: int,
     vec: int,
 ) -> None:
-    config = backend.config_for(widths, rows, dtype.itemsize, vec == 16)
+    config = _config(widths, rows, dtype.itemsize, vec == 16)
     text = clusters.source(config, widths, dtype, activation, final, save, vec)
     assert offline.usage(text, "whole.cu")["whole_mlp"].frame == 0
 

@@ -16,9 +16,8 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.mlp import reference
 from fastlinear.families.mlp.cuda import backend
 from fastlinear.families.mlp.cuda import grid as whole_grid
-from fastlinear.families.mlp.cuda.config import grid_for, make_grid
+from fastlinear.families.mlp.cuda.choice import best
 from fastlinear.families.mlp.cuda.grid import Grid
-from fastlinear.families.mlp.problem import problem
 from fastlinear.native import cuda_driver as driver
 from tests.families.hopper_only import on_hopper
 
@@ -40,13 +39,21 @@ GRIDS = {
 # ---------------------------------------------------------------- anywhere
 
 
-@pytest.mark.parametrize("width", [512, 768, 1024, 2048])
+def _grid(widths: tuple[int, ...], rows: int, itemsize: int) -> Grid:
+    found = best("grid", widths, rows, itemsize)
+    assert isinstance(found, Grid)
+    return found
+
+
+@pytest.mark.parametrize("width", [512, 768, 1024])
 @pytest.mark.parametrize("rows", [16, 33, 64])
-def test_make_grid_is_buildable_and_covers_all_columns(width: int, rows: int) -> None:
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_what_is_chosen_can_be_built_and_covers_all_columns(
+    width: int, rows: int, itemsize: int
+) -> None:
     widths = (width,) * 9
-    grid = make_grid(widths, rows, 2)
-    assert grid is not None
-    assert grid.invalid(widths, rows, 2) is None
+    grid = _grid(widths, rows, itemsize)
+    assert grid.invalid(widths, rows, itemsize) is None
     assert grid.tiles * 8 * grid.blocks(width) // grid.cluster >= width
     assert grid.blocks(width) <= 120
 
@@ -73,37 +80,12 @@ def test_impossible_grids_are_named(
     assert word in (grid.invalid(widths, rows, itemsize) or "")
 
 
-def test_grid_for_leaves_small_and_uneven_chains_alone() -> None:
-    assert grid_for((256,) * 9, 64, 2) is None
-    assert grid_for((1024, 1024), 64, 2) is None
-    assert grid_for((1024, 1024, 512), 64, 2) is None
-    assert grid_for((1000,) * 9, 64, 2) is None
-    assert grid_for((2304,) * 9, 64, 2) is None
-    assert grid_for((1024,) * 34, 64, 2) is None
-
-
-@pytest.mark.parametrize("width", range(512, 2049, 128))
-@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 128, 129])
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_grid_for_is_buildable(width: int, rows: int, itemsize: int) -> None:
-    grid = grid_for((width,) * 9, rows, itemsize)
-    assert grid is None or grid.invalid((width,) * 9, rows, itemsize) is None
-    if width in (768, 1024) and rows <= 64:
-        assert grid is not None, "measured to be faster"
-
-
-def test_reason_not_knows_what_a_grid_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-
-    def reason(widths: tuple[int, ...], rows: int = 64, dtype: str = "bfloat16") -> str | None:
-        return backend.reason_not(problem("forward", rows, widths, dtype=dtype, device="cuda"))
-
-    assert reason((2048,) * 9) is None
-    assert reason((2048,) * 20) is None, "too many layers to stream"
-    assert "1024" in (reason((2048,) * 20, rows=65) or "")
-    assert "1024" in (reason((*(2048,) * 20, 1024)) or "")
-    assert "layers" in (reason((2048,) * 34) or "")
+def test_other_chains_have_no_grid() -> None:
+    assert best("grid", (1024, 1024), 64, 2) is None
+    assert best("grid", (1024, 1024, 512), 64, 2) is None
+    assert best("grid", (1000,) * 9, 64, 2) is None
+    assert best("grid", (1024,) * 9, 64, 2, aligned=False) is None
+    assert best("grid", (1024,) * 34, 64, 2) is None
 
 
 @pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
@@ -191,7 +173,7 @@ def test_every_way_of_sharing(
 @pytest.mark.parametrize(("activation", "final"), [("gelu", "tanh"), ("relu", "silu")])
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_kept_for_the_backward(activation: str, final: str, dtype: torch.dtype) -> None:
-    grid = make_grid((1024,) * 5, 50, dtype.itemsize)
+    grid = _grid((1024,) * 5, 50, dtype.itemsize)
     _assert_right(_inputs(50, 1024, 4, dtype), activation, final, True, grid)
 
 
@@ -199,7 +181,7 @@ def test_kept_for_the_backward(activation: str, final: str, dtype: torch.dtype) 
 @pytest.mark.gpu
 def test_128_rows_and_rows_off_16_bytes() -> None:
     x, weights, biases = _inputs(128, 1024, 4, BF16)
-    grid = make_grid((1024,) * 5, 128, 2)
+    grid = _grid((1024,) * 5, 128, 2)
     _assert_right((x, weights, biases), "relu", "none", False, grid)
     wide = torch.full((128, 1031), torch.nan, device="cuda", dtype=BF16)
     wide[:, 3:1027] = x
@@ -212,7 +194,7 @@ def test_128_rows_and_rows_off_16_bytes() -> None:
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_ten_thousand_launches_are_bit_equal(dtype: torch.dtype) -> None:
     inputs = _inputs(64, 1024, 8, dtype)
-    grid = make_grid((1024,) * 9, 64, dtype.itemsize)
+    grid = _grid((1024,) * 9, 64, dtype.itemsize)
     first = _forward(inputs, grid)
     differs = torch.zeros((), device="cuda", dtype=torch.bool)
     for _ in range(10_000):
@@ -225,7 +207,7 @@ def test_ten_thousand_launches_are_bit_equal(dtype: torch.dtype) -> None:
 def test_launches_of_other_inputs_on_one_workspace_and_on_several_streams() -> None:
     """Buffers that an earlier launch filled are never taken for this one's."""
     sets = [_inputs(rows, 1024, 8, BF16) for rows in (64, 63, 62)]
-    grid = make_grid((1024,) * 9, 64, 2)
+    grid = _grid((1024,) * 9, 64, 2)
     wants = [_forward(inputs, grid) for inputs in sets]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -243,7 +225,7 @@ def test_launches_of_other_inputs_on_one_workspace_and_on_several_streams() -> N
 @pytest.mark.gpu
 def test_graphs_have_workspaces_of_their_own() -> None:
     inputs = _inputs(64, 1024, 8, BF16)
-    grid = make_grid((1024,) * 9, 64, 2)
+    grid = _grid((1024,) * 9, 64, 2)
     want = _forward(inputs, grid)
     graphs = []
     for _ in range(2):
@@ -278,7 +260,7 @@ def test_nan_and_infinity_do_not_hang_and_go_through() -> None:
             tuple(w.to(dtype) for w in weights),
             tuple(b.to(dtype) for b in biases if b is not None),
         )
-        grid = make_grid((1024,) * 4, 20, dtype.itemsize)
+        grid = _grid((1024,) * 4, 20, dtype.itemsize)
         plain, _ = reference.forward(*cast, "relu", "none", False)
         assert torch.equal(_forward(cast, grid).isfinite(), plain.isfinite())
 

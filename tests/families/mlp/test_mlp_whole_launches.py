@@ -16,9 +16,8 @@ from fastlinear.core.compare import judge
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.mlp import reference
 from fastlinear.families.mlp.cuda import backend, launches
-from fastlinear.families.mlp.cuda.config import launches_for
+from fastlinear.families.mlp.cuda.choice import best
 from fastlinear.families.mlp.cuda.launches import KERNEL, Launches
-from fastlinear.families.mlp.problem import problem
 from tests.families import nvrtc_offline as offline
 from tests.families.hopper_only import on_hopper
 
@@ -33,8 +32,7 @@ WAYS = {
     "float32, K shared": (Launches(4, 1, 4, 2, stages=5, x_blocks=16), F32),
 }
 
-BY_ITSELF = {BF16: WAYS["one warp a column tile"][0], F32: None}
-"""What to ask for: float32 calls take launches by themselves."""
+CONFIGS = {BF16: WAYS["one warp a column tile"][0], F32: WAYS["float32"][0]}
 
 
 # ---------------------------------------------------------------- anywhere
@@ -42,25 +40,15 @@ BY_ITSELF = {BF16: WAYS["one warp a column tile"][0], F32: None}
 
 @pytest.mark.parametrize("widths", [(2048,) * 3, (4096,) * 3, (1280, 64, 1000, 7), (8192, 8192)])
 @pytest.mark.parametrize("rows", [8, 9, 32, 33, 64, 128])
-def test_launches_for_is_buildable_and_covers_all_columns(
-    widths: tuple[int, ...], rows: int
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_what_is_chosen_can_be_built_and_covers_all_columns(
+    widths: tuple[int, ...], rows: int, itemsize: int
 ) -> None:
-    found = launches_for(widths, rows, 4)
-    assert found is not None
+    found = best("launches", widths, rows, itemsize)
+    assert isinstance(found, tuple)
     for config, n in zip(found, widths[1:], strict=True):
-        assert config.invalid(rows, 4) is None
+        assert config.invalid(rows, itemsize) is None
         assert config.blocks(n) // config.cluster * 16 * config.tiles * config.columns >= n
-
-
-def test_launches_for_leaves_other_chains_alone() -> None:
-    assert launches_for((1024,) * 9, 64, 4) is None
-    assert launches_for((2048,) * 9, 7, 4) is None
-    assert launches_for((4096,) * 9, 64, 2) is None
-    assert launches_for((2048,) * 9, 16, 2) is None
-    assert launches_for((4096,) * 9, 16, 2) is not None
-    assert launches_for((2048,) * 9, 129, 4) is None
-    assert launches_for((2047, 2048), 64, 4) is None
-    assert launches_for((2048, 2050, 2048), 64, 4) is None
 
 
 @pytest.mark.parametrize(
@@ -77,21 +65,6 @@ def test_launches_for_leaves_other_chains_alone() -> None:
 )
 def test_impossible_ways_are_named(config: Launches, rows: int, itemsize: int, word: str) -> None:
     assert word in (config.invalid(rows, itemsize) or "")
-
-
-def test_reason_not_knows_what_launches_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-
-    def reason(widths: tuple[int, ...], rows: int = 64, dtype: str = "float32") -> str | None:
-        return backend.reason_not(problem("forward", rows, widths, dtype=dtype, device="cuda"))
-
-    assert reason((2048,) * 9) is None
-    assert reason((4096, 1000, 4096, 10)) is None
-    assert "1024" in (reason((2048,) * 3, rows=129) or "")
-    assert "1024" in (reason((2046, 2048), rows=8) or "")
-    assert "1024" in (reason((8192,) * 3, dtype="bfloat16") or "")
-    assert "layers" in (reason((2048,) * 34) or "")
 
 
 @pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
@@ -127,15 +100,6 @@ def test_compiles_without_spills(config: Launches, dtype: torch.dtype) -> None:
     assert offline.usage(text, "launches.cu")[KERNEL].frame == 0
 
 
-def test_as_many_clusters_as_run_at_once() -> None:
-    """At 64 rows: (outputs, columns, groups along K) of the fastest measured sharing."""
-    found = {}
-    for n in (1536, 2048, 3072, 4096):
-        (launch,) = launches_for((n, n), 64, 4) or ()
-        found[n] = launch.columns, launch.k_groups
-    assert found == {1536: (4, 2), 2048: (6, 1), 3072: (8, 1), 4096: (6, 1)}
-
-
 # ---------------------------------------------------------------- on a Hopper GPU
 
 Inputs = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]
@@ -157,12 +121,14 @@ def _inputs(
     return draw(rows, widths[0]).to(dtype), weights, biases
 
 
-def _forward(inputs: Inputs, config: Launches | None, activation: str = "relu") -> Tensor:
+def _forward(
+    inputs: Inputs, config: Launches | tuple[Launches, ...], activation: str = "relu"
+) -> Tensor:
     return backend.forward(*inputs, activation, "none", False, config=config)[0]
 
 
 def _assert_right(
-    inputs: Inputs, activation: str, final: str, save: bool, config: Launches | None
+    inputs: Inputs, activation: str, final: str, save: bool, config: Launches | tuple[Launches, ...]
 ) -> None:
     x, weights, biases = inputs
     y, saved = backend.forward(x, weights, biases, activation, final, save, config=config)
@@ -196,11 +162,21 @@ def test_every_way_of_sharing(
 
 @on_hopper
 @pytest.mark.gpu
+def test_a_configuration_for_each_layer() -> None:
+    few, many = WAYS["no cluster"][0], WAYS["one warp a column tile"][0]
+    inputs = _inputs(40, (264, 1000, 520), BF16)
+    _assert_right(inputs, "relu", "none", False, (few, many))
+    with pytest.raises(UnsupportedError, match="1 configurations for 2 layers"):
+        _forward(inputs, (few,))
+
+
+@on_hopper
+@pytest.mark.gpu
 @pytest.mark.parametrize("activation", NAMES)
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_every_activation_and_what_the_backward_reads(activation: str, dtype: torch.dtype) -> None:
-    _assert_right(_inputs(33, (1280,) * 4, dtype), activation, "silu", True, BY_ITSELF[dtype])
-    _assert_right(_inputs(33, (1280,) * 4, dtype), "relu", activation, True, BY_ITSELF[dtype])
+    _assert_right(_inputs(33, (1280,) * 4, dtype), activation, "silu", True, CONFIGS[dtype])
+    _assert_right(_inputs(33, (1280,) * 4, dtype), "relu", activation, True, CONFIGS[dtype])
 
 
 @on_hopper
@@ -209,15 +185,15 @@ def test_every_activation_and_what_the_backward_reads(activation: str, dtype: to
 @pytest.mark.parametrize("rows", [8, 65, 128])
 def test_rows_and_where_they_lie(rows: int, dtype: torch.dtype) -> None:
     inputs = _inputs(rows, (2048, 1000, 2048), dtype)
-    _assert_right(inputs, "gelu", "none", False, BY_ITSELF[dtype])
+    _assert_right(inputs, "gelu", "none", False, CONFIGS[dtype])
     x, weights, biases = inputs
-    want = _forward(inputs, BY_ITSELF[dtype])
+    want = _forward(inputs, CONFIGS[dtype])
     wide = torch.cat([x, x], 1)
     wide[:, 3:2051] = x
-    assert torch.equal(_forward((wide[:, 3:2051], weights, biases), BY_ITSELF[dtype]), want)
+    assert torch.equal(_forward((wide[:, 3:2051], weights, biases), CONFIGS[dtype]), want)
     off = tuple(torch.cat([w.flatten()[:1], w.flatten()])[1:].view_as(w) for w in weights)
     assert off[0].data_ptr() % 16
-    assert torch.equal(_forward((x, off, biases), BY_ITSELF[dtype]), want)
+    assert torch.equal(_forward((x, off, biases), CONFIGS[dtype]), want)
 
 
 @on_hopper
@@ -225,10 +201,10 @@ def test_rows_and_where_they_lie(rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_ten_thousand_calls_are_bit_equal(dtype: torch.dtype) -> None:
     inputs = _inputs(64, (1280,) * 4, dtype)
-    first = _forward(inputs, BY_ITSELF[dtype])
+    first = _forward(inputs, CONFIGS[dtype])
     differs = torch.zeros((), device="cuda", dtype=torch.bool)
     for _ in range(10_000):
-        differs |= (_forward(inputs, BY_ITSELF[dtype]) != first).any()
+        differs |= (_forward(inputs, CONFIGS[dtype]) != first).any()
     assert not differs
 
 
@@ -239,7 +215,7 @@ def test_weights_written_just_before_and_graphs(dtype: torch.dtype) -> None:
     """No launch reads weights before what lies ahead of its call on the stream has written them."""
     x, weights, biases = _inputs(64, (2048,) * 4, dtype)
     others = _inputs(64, (2048,) * 4, dtype, seed=1)[1]
-    want = [_forward((x, w, biases), BY_ITSELF[dtype]) for w in (weights, others)]
+    want = [_forward((x, w, biases), CONFIGS[dtype]) for w in (weights, others)]
     held = tuple(w.clone() for w in weights)
 
     def calls() -> list[Tensor]:
@@ -247,7 +223,7 @@ def test_weights_written_just_before_and_graphs(dtype: torch.dtype) -> None:
         for source in (others, weights, others):
             for into, w in zip(held, source, strict=True):
                 into.copy_(w)
-            made.append(_forward((x, held, biases), BY_ITSELF[dtype]))
+            made.append(_forward((x, held, biases), CONFIGS[dtype]))
         return made
 
     for _ in range(20):
@@ -274,7 +250,7 @@ def test_nan_and_infinity_go_through(dtype: torch.dtype) -> None:
     x[3, 8] = ones
     weights[1][4, 4] = ones
     plain, _ = reference.forward(x, weights, biases, "relu", "none", False)
-    got = _forward((x, weights, biases), BY_ITSELF[dtype])
+    got = _forward((x, weights, biases), CONFIGS[dtype])
     assert torch.equal(got.isnan(), plain.isnan())
     assert torch.equal(got.isinf(), plain.isinf())
 

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastlinear.families.mlp.cuda import backend
 from fastlinear.families.mlp.cuda import stream as whole_stream
-from fastlinear.families.mlp.cuda.config import make_stream, stream_for
+from fastlinear.families.mlp.cuda.choice import best
 from fastlinear.families.mlp.cuda.stream import KERNEL, Stream
-from fastlinear.families.mlp.problem import problem
 from tests.families import nvrtc_offline as offline
 from tests.families.mlp.stream_chains import EVEN, UNEVEN
 
@@ -22,48 +20,33 @@ CXX = shutil.which("c++")
 BF16, F16 = torch.bfloat16, torch.float16
 
 
+def _stream(widths: tuple[int, ...], rows: int) -> Stream:
+    found = best("stream", widths, rows, 2)
+    assert isinstance(found, Stream)
+    return found
+
+
 @pytest.mark.parametrize("widths", EVEN + UNEVEN, ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 33, 64, 65, 128])
-def test_make_stream_is_buildable_and_covers_all_columns(
+def test_what_is_chosen_can_be_built_and_covers_all_columns(
     widths: tuple[int, ...], rows: int
 ) -> None:
-    stream = stream_for(widths, rows, 2) or make_stream(widths, rows)
-    assert stream is not None
+    stream = _stream(widths, rows)
     assert stream.invalid(widths, rows) is None
     assert stream.tiles(widths) * 8 * stream.clusters >= max(widths[1:])
     assert stream.clusters * stream.cluster <= 120
     assert rows > 64 or stream.stages % 2 == 0, "a slot of the ring belongs to one warpgroup"
 
 
-def test_stream_for_leaves_other_chains_alone() -> None:
-    assert stream_for((2048,) * 9, 64, 4) is None
-    wide = stream_for((1024,) * 9, 64, 2)
-    assert wide is not None
-    assert wide.cluster == 8
-    assert stream_for((1024,) * 9, 32, 2) is not None
-    assert stream_for((1024,) * 9, 65, 2) is not None
-    assert stream_for((768,) * 9, 64, 2) is None
-    assert stream_for((896,) * 9, 64, 2) is not None
-    assert stream_for((1024, 1000, 1024), 16, 2) is None
-    assert stream_for((2048,) * 2, 64, 2) is None
-    assert stream_for((2048,) * 18, 64, 2) is None
-    assert stream_for((2048,) * 9, 129, 2) is None
-    assert stream_for((2048, 2052, 2048), 64, 2) is None
-    assert stream_for((8192,) * 3, 64, 2) is None
-    assert stream_for((7680,) * 3, 96, 2) is not None
-    assert stream_for((6720,) * 3, 128, 2) is not None
-    assert stream_for((6728,) * 3, 128, 2) is None
-
-
-@pytest.mark.parametrize("width", [1024, 2048, 4096])
-@pytest.mark.parametrize("rows", [1, 33, 64, 65, 128])
-def test_both_dtypes_are_shared_out_alike(width: int, rows: int) -> None:
-    def sharings(dtype: torch.dtype) -> list[object]:
-        call = backend._Call((width,) * 4, rows, dtype, ("relu", "none"), False, 0, 16)
-        return list(backend._sharings(call))
-
-    assert isinstance(sharings(BF16)[0], Stream)
-    assert sharings(BF16) == sharings(F16)
+def test_other_chains_have_no_stream() -> None:
+    assert best("stream", (2048,) * 9, 64, 4) is None
+    assert best("stream", (2048,) * 2, 64, 2) is None
+    assert best("stream", (2048,) * 18, 64, 2) is None
+    assert best("stream", (2048,) * 9, 129, 2) is None
+    assert best("stream", (2048, 2052, 2048), 64, 2) is None
+    assert best("stream", (32768,) * 3, 64, 2) is None
+    assert best("stream", (7680,) * 3, 96, 2) is not None
+    assert best("stream", (6720,) * 3, 128, 2) is not None
 
 
 @pytest.mark.parametrize(
@@ -93,24 +76,8 @@ def test_first_layers_stay_in_the_cache() -> None:
     assert found == {1280: 8, 2048: 4, 3072: 1, 4096: 1, 6144: 0}
 
 
-def test_reason_not_knows_what_a_stream_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-
-    def reason(widths: tuple[int, ...], rows: int = 64, dtype: str = "bfloat16") -> str | None:
-        return backend.reason_not(problem("forward", rows, widths, dtype=dtype, device="cuda"))
-
-    assert reason((4096,) * 9) is None
-    assert reason((4096,) * 9, 128, "float16") is None
-    assert reason((784, 4096, 1000, 10)) is None
-    assert "1024" in (reason((4096,) * 9, 129) or "")
-    assert "1024" in (reason((4095, 4096, 10)) or "")
-    assert "1024" in (reason((8192,) * 3) or "")
-
-
 def _text(widths: tuple[int, ...], rows: int, dtype: torch.dtype = BF16, save: int = 0) -> str:
-    stream = make_stream(widths, rows)
-    assert stream is not None
+    stream = _stream(widths, rows)
     return whole_stream.source(stream, widths, rows, dtype, "gelu", "none", save)
 
 
@@ -143,8 +110,7 @@ def test_shared_memory_and_parameters_agree_with_the_source(
 ) -> None:
     main = 'int main() { std::printf("%d %d\\n", SHARED_BYTES, (int)sizeof(Params)); }\n'
     ((shared, parameters),) = _run_on_host(tmp_path, _text(widths, rows), main)
-    stream = make_stream(widths, rows)
-    assert stream is not None
+    stream = _stream(widths, rows)
     assert shared == stream.shared_bytes(widths, rows)
     assert parameters == len(whole_stream._Params())
 
@@ -163,8 +129,7 @@ def test_every_column_has_one_cluster_and_all_of_k_is_multiplied(
         '      std::printf("%d %d %d %d\\n", i, own.first, own.tiles, steps_of(widths[i]));\n'
         "    }\n}\n"
     )
-    stream = make_stream(widths, rows)
-    assert stream is not None
+    stream = _stream(widths, rows)
     lines = _run_on_host(tmp_path, _text(widths, rows), main)
     for layer, (k, n) in enumerate(pairwise(widths)):
         columns: list[int] = []

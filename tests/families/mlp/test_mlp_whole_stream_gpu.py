@@ -14,7 +14,7 @@ from fastlinear.core.compare import judge
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.mlp import reference
 from fastlinear.families.mlp.cuda import backend
-from fastlinear.families.mlp.cuda.config import make_stream
+from fastlinear.families.mlp.cuda.choice import best
 from fastlinear.families.mlp.cuda.stream import Stream
 from fastlinear.native import cuda_driver as driver
 from tests.families.hopper_only import on_hopper
@@ -45,8 +45,8 @@ def _inputs(
 def _stream(inputs: Inputs) -> Stream:
     x, weights, _ = inputs
     widths = (x.shape[1], *[w.shape[0] for w in weights])
-    stream = make_stream(widths, x.shape[0])
-    assert stream is not None
+    stream = best("stream", widths, x.shape[0], 2)
+    assert isinstance(stream, Stream)
     return stream
 
 

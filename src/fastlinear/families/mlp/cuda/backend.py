@@ -2,17 +2,16 @@
 
 There are four kernels, each with a host side of the same name. In ``whole.cu``
 (``clusters.py``) a cluster of up to 16 blocks carries a few rows of x through all layers;
-hidden activations go from block to block through shared memory and never leave the chip. Wide
-chains of equal widths take ``grid.cu``: there all multiprocessors share every layer and
-hidden activations pass through the L2 cache. Where the weights are too many for that,
-``stream.cu`` lets them stream through shared memory (16 bits), and ``launches.cu`` has
-a launch a layer, each begun while the one before still runs (float32). ``device.cu`` and
-``exchange.cu`` are what they are written in.
+hidden activations go from block to block through shared memory and never leave the chip. In
+``grid.cu`` all multiprocessors share every layer of a chain of equal widths, and hidden
+activations pass through the L2 cache. ``stream.cu`` does so while weights stream through shared
+memory (16 bits), and ``launches.cu`` has a launch a layer, each begun while the one before still
+runs. ``device.cu`` and ``exchange.cu`` are what they are written in.
 
-This file chooses how the work is shared out, compiles it with NVRTC (once per choice and process)
-and launches it. Weights are read at every call from where they lie. Blocks wait for one another
-only inside a cluster, which the hardware starts as a whole, or in a cooperative launch: no launch
-can deadlock.
+``choice.py`` predicts which kernel takes the least time, and how it shares the work out. This file
+compiles it with NVRTC (once per choice and process) and launches it. Weights are read at every call
+from where they lie. Blocks wait for one another only inside a cluster, which the hardware starts as
+a whole, or in a cooperative launch: no launch can deadlock.
 
 Accumulation is in float32, in a fixed order: results are deterministic. float32 itself takes plain
 multiply-adds, or three tf32 products a step with an error no larger.
@@ -21,7 +20,6 @@ multiply-adds, or three tf32 products a step with an error no larger.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,19 +28,12 @@ from torch import Tensor
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import why_no_hopper
-from fastlinear.families.mlp import reference
-from fastlinear.families.mlp.cuda import clusters, grid, launches
+from fastlinear.families.mlp.cuda import choice, clusters, grid, launches
 from fastlinear.families.mlp.cuda import rows as many_rows
 from fastlinear.families.mlp.cuda import stream as whole_stream
+from fastlinear.families.mlp.cuda.choice import Sharing
 from fastlinear.families.mlp.cuda.clusters import MAX_LAYERS, ClustersPlan, save_mode
-from fastlinear.families.mlp.cuda.config import (
-    Config,
-    Widths,
-    config_for,
-    grid_for,
-    launches_for,
-    stream_for,
-)
+from fastlinear.families.mlp.cuda.config import Config, Widths
 from fastlinear.families.mlp.cuda.grid import Grid, GridPlan
 from fastlinear.families.mlp.cuda.launches import Launches, LaunchesPlan
 from fastlinear.families.mlp.cuda.stream import Stream, StreamPlan
@@ -55,28 +46,21 @@ from fastlinear.native import cuda_driver as driver
 __all__ = [
     "MAX_LAYERS",
     "MAX_ROWS",
-    "MAX_ROWS_WIDE",
-    "MAX_WIDTH",
+    "MAX_UNALIGNED",
     "Config",
     "Grid",
     "Launches",
     "Stream",
-    "config_for",
     "forward",
-    "grid_for",
-    "launches_for",
     "reason_not",
-    "stream_for",
 ]
 
 ARCH = "sm_90a"
-MAX_WIDTH = 1024
-"""Of chains that `stream_for`, `grid_for` and `launches_for` leave alone."""
 MAX_ROWS = 1024
-MAX_ROWS_WIDE = 128
-"""Of widths above 512. Beyond, every block of rows reading all weights again costs too much."""
+"""Beyond, times are not known: more rows are for other backends."""
+MAX_UNALIGNED = 1024
+"""Of widths. Wider weights that do not start on 16 bytes are copied."""
 
-Sharing = Config | Grid | Launches | Stream | tuple[Launches, ...]
 Plan = ClustersPlan | GridPlan | LaunchesPlan | StreamPlan
 _MAX_PLANS = 1024
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -96,13 +80,16 @@ def reason_not(p: Problem) -> str | None:
         return "needs contiguous weights"
     widths, rows = widths_of(p), p.dim("M")
     itemsize = 4 if p.dtype == "float32" else 2
-    if len(widths) - 1 <= MAX_LAYERS and launches_for(widths, rows, itemsize):
+    if min(widths) < 1 or rows < 1:
+        return "an empty dimension"
+    if len(widths) - 1 > MAX_LAYERS:
+        return f"{len(widths) - 1} layers are more than {MAX_LAYERS}"
+    if rows > MAX_ROWS:
+        return f"{rows} rows are more than {MAX_ROWS}"
+    aligned = not any(k * itemsize % 16 for k in widths[:-1])
+    if choice.sharings(widths, rows, itemsize, aligned):
         return None
-    if stream_for(widths, rows, itemsize):
-        return None
-    if max(widths) > MAX_WIDTH and grid_for(widths, rows, itemsize):
-        return None
-    return _size_reason(widths, rows)
+    return f"rows of a width of {max(widths)} need weights whose rows start on 16 bytes"
 
 
 def reason_not_rows(p: Problem) -> str | None:
@@ -121,29 +108,10 @@ def reason_not_rows(p: Problem) -> str | None:
     return None if m < 1 << 30 else "needs fewer than 2^30 rows"
 
 
-def _size_reason(widths: Widths, rows: int) -> str | None:
-    if min(widths) < 1 or rows < 1:
-        return "an empty dimension"
-    if (why := _too_many(len(widths) - 1)) is not None:
-        return why
-    if max(widths) > MAX_WIDTH:
-        return f"a width of {max(widths)} is more than {MAX_WIDTH}"
-    most = MAX_ROWS if max(widths) <= 512 else MAX_ROWS_WIDE
-    if rows > most:
-        return f"{rows} rows are more than {most} at widths up to {max(widths)}"
-    return None
-
-
-def _too_many(layers: int) -> str | None:
-    return f"{layers} layers are more than {MAX_LAYERS}" if layers > MAX_LAYERS else None
-
-
 _lock = threading.Lock()
 _cubins: dict[str, bytes] = {}
 _kernels: dict[tuple[str, int, int], driver.Kernel] = {}
 _plans: dict[tuple[object, ...], Plan] = {}
-_roomless: set[tuple[object, ...]] = set()
-"""Calls too wide for ``whole.cu`` on a device without room for all blocks of the others."""
 
 
 def _unsupported(reason: str) -> UnsupportedError:
@@ -173,7 +141,7 @@ def forward(
     final_activation: str,
     save: bool,
     *,
-    config: Sharing | None = None,
+    config: Sharing | Launches | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """h_{i+1} = act_i(h_i W_iᵀ + b_i) for all layers, float32 accumulation.
 
@@ -184,8 +152,7 @@ def forward(
         activation, final_activation: names, for hidden layers and the last.
         save: whether to keep what the backward reads.
         config: how the work is shared out; None picks one. Launches holds for every layer, a tuple
-            has one for each. With None a chain too wide for one cluster goes through PyTorch's ops
-            on a device that cannot run all blocks of a Grid at once.
+            has one for each.
 
     Returns:
         y (M, n_L), and per layer (M, n_{i+1}) its pre-activation or output (() unless ``save``).
@@ -217,22 +184,20 @@ def forward(
             return forward(x, weights, biases, activation, final_activation, save, config=config)
         shifts.append(0 if bias is None else bias.data_ptr())
     outs = [weight.size(0) for weight in weights]
-    if bits & 15 and max(*outs, x.size(1)) > MAX_WIDTH:
+    if bits & 15 and max(*outs, x.size(1)) > MAX_UNALIGNED:
         weights = tuple([w.clone() for w in weights])
         return forward(x, weights, biases, activation, final_activation, save, config=config)
     key = (x.shape, x.dtype, activation, final_activation, save, bits & 15, index, config, *outs)
     with _lock:
         plan = _plans.get(key)
-        if plan is None and key not in _roomless:
+        if plan is None:
             plan = _new_plan(key, x, weights, activation, final_activation, save, bits, config)
-        if plan is not None:
-            stream, recording = torch._C._cuda_getCurrentRawStream(index), recorder.active()
-            if isinstance(plan, LaunchesPlan):
-                return plan.run(x, weights, biases, stream, recording)
-            if recording is not None:
-                return plan.record(recording, x, weights, biases, stream)
-            return plan.run(x, addresses, shifts, stream)
-    return reference.forward(x, weights, biases, activation, final_activation, save)
+        stream, recording = torch._C._cuda_getCurrentRawStream(index), recorder.active()
+        if isinstance(plan, LaunchesPlan):
+            return plan.run(x, weights, biases, stream, recording)
+        if recording is not None:
+            return plan.record(recording, x, weights, biases, stream)
+        return plan.run(x, addresses, shifts, stream)
 
 
 def _new_plan(
@@ -243,9 +208,9 @@ def _new_plan(
     final_activation: str,
     save: bool,
     bits: int,
-    config: Sharing | None,
-) -> Plan | None:
-    """The plan of calls like this one; None where only other blocks leave no room for it."""
+    config: Sharing | Launches | None,
+) -> Plan:
+    """The plan of calls like this one."""
     widths = (x.shape[1], *[w.shape[0] for w in weights])
     for k in widths[:-1]:
         bits |= k * x.dtype.itemsize
@@ -254,15 +219,19 @@ def _new_plan(
     )
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
-    for sharing in _sharings(call) if config is None else (config,):
+    able: tuple[Sharing, ...]
+    if config is None:
+        able = choice.sharings(widths, call.rows, x.dtype.itemsize, call.vec == 16)
+    else:
+        able = ((config,) * len(weights) if isinstance(config, Launches) else config,)
+    for sharing in able:
         plan = _plan(call, sharing)
         if plan is not None:
             _plans[key] = plan
             return plan
-    if config is not None:
-        raise _unsupported(f"the device cannot run all blocks of {config} at once")
-    _roomless.add(key)
-    return None
+    raise _unsupported(
+        f"the device cannot run all blocks of {able[0]} at once" if able else "no kernel serves it"
+    )
 
 
 class _Call(NamedTuple):
@@ -287,29 +256,13 @@ class _Call(NamedTuple):
         return save_mode(*self.names, len(self.widths) - 1) if self.save else 0
 
 
-def _sharings(call: _Call) -> Iterator[Sharing]:
-    """How to share a call out, best first: the next is for devices without room for the last."""
-    shape = call.widths, call.rows, call.dtype.itemsize
-    wide = False
-    if call.vec == 16:
-        for sharing in (stream_for(*shape), launches_for(*shape), grid_for(*shape)):
-            if sharing is not None:
-                wide = True
-                yield sharing
-    reason = _size_reason(call.widths, call.rows)
-    if reason is None:
-        yield config_for(*shape, call.vec == 16)
-    elif not wide:
-        raise _unsupported(reason)
-
-
 def _plan(call: _Call, sharing: Sharing) -> Plan | None:
     """The plan of a call shared out in this way; None where its blocks cannot run at once."""
     widths, rows, dtype = call.widths, call.rows, call.dtype
+    if len(widths) - 1 > MAX_LAYERS:
+        raise _unsupported(f"{len(widths) - 1} layers are more than {MAX_LAYERS}")
     if not isinstance(sharing, Config) and call.vec != 16:
         raise _unsupported(f"{type(sharing).__name__} needs weights whose rows start on 16 bytes")
-    if isinstance(sharing, Launches):
-        sharing = (sharing,) * (len(widths) - 1)
     if isinstance(sharing, tuple):
         return _launches_plan(call, sharing)
     plan: GridPlan | StreamPlan
@@ -344,10 +297,10 @@ def _loaded(text: str, shared: int, device: int, name: str) -> driver.Kernel:
         return _kernel(text, shared, device, name)
 
 
-def _clusters_plan(call: _Call, config: Config) -> ClustersPlan:
-    """The plan of a launch of ``whole.cu``."""
+def _clusters_plan(call: _Call, config: Config) -> ClustersPlan | None:
+    """The plan of a launch of ``whole.cu``; None where no cluster of so many blocks can run."""
     widths, itemsize = call.widths, call.dtype.itemsize
-    _refuse(_too_many(len(widths) - 1) or config.invalid(widths, itemsize))
+    _refuse(config.invalid(widths, itemsize))
     if torch.cuda.get_device_capability(call.device) != (9, 0):
         raise _unsupported("the device is not a Hopper GPU")
     if config.direct and call.vec != 16:
@@ -357,15 +310,12 @@ def _clusters_plan(call: _Call, config: Config) -> ClustersPlan:
     with driver.loading_allowed():
         allow_cluster(kernel, config.cluster)
     plan = ClustersPlan(kernel, config, widths, call.rows, call.mode)
-    if not plan.runs:
-        raise _unsupported(f"the device cannot run a cluster of {config.cluster} such blocks")
-    return plan
+    return plan if plan.runs else None
 
 
 def _launches_plan(call: _Call, configs: tuple[Launches, ...]) -> LaunchesPlan:
     """The plan of one launch a layer."""
     layers = len(call.widths) - 1
-    _refuse(_too_many(layers))
     if len(configs) != layers:
         raise _unsupported(f"{len(configs)} configurations for {layers} layers")
     driver.make_current(call.device)

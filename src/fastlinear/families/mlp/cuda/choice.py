@@ -7,81 +7,195 @@ The weights are fitted to launches on an H200. Pure arithmetic.
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import islice, pairwise, product
+from math import gcd
 from operator import mul
+from typing import NamedTuple
 
-from fastlinear.families.mlp.cuda.config import CLUSTERS, Config, Widths
+from fastlinear.families.mlp.cuda.clusters import MAX_LAYERS
+from fastlinear.families.mlp.cuda.config import CLUSTERS, Config, Widths, column_tiles
 from fastlinear.families.mlp.cuda.grid import Grid
 from fastlinear.families.mlp.cuda.launches import MAX_BLOCK_ROWS, Launches
-from fastlinear.families.mlp.cuda.stream import Stream, column_tiles, k_groups
+from fastlinear.families.mlp.cuda.stream import Stream, k_groups
+from fastlinear.families.mlp.cuda.stream import column_tiles as stream_tiles
 
 Sharing = Config | Grid | Stream | tuple[Launches, ...]
 """How a chain is shared out: one launch, or one a layer."""
 
-_UNITS = 132
 _SHARED_OF_A_UNIT, _SHARED_OF_A_BLOCK = 233_472, 1024  # what one has, and takes besides
 _REGISTERS, _OTHER_REGISTERS = 65_536, 48
 _L2_BYTES = 40e6  # what it keeps of weights
+_MIB = 1 << 20
 _TURNS, _TURN_BYTES = 24, 120e6  # most weights that are read in turn, and their size
+
+# Warps of a block, along columns and along K: of ``whole.cu``, of ``launches.cu``.
+_WARPS = ((1, 4), (1, 8), (2, 4), (2, 8), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2))
+_LAYER_WARPS = ((2, 1), (4, 1), (6, 1), (8, 1), (2, 2), (4, 2), (1, 4), (4, 4))
+_GRIDS = {2: ((4, 2), (8, 2), (4, 1), (8, 1)), 4: ((8, 1), (4, 1), (2, 1))}
+"""Size of a number → blocks of a cluster, groups along K."""
+_MOST_HELD = 4  # tiles of K: more gain nothing
 
 # Microseconds of each kernel's terms: 16-bit numbers, float32.
 _US: dict[str, dict[int, tuple[float, ...]]] = {
     "clusters": {
         2: (
-            1.9,
-            0.3,
-            0.15,
-            0.5,
-            0.8,
-            0.08,
-            0.15,
-            0.04,
-            8.0,
-            0.0,
-            0.5,
-            0.4,
-            1.0,
-            0.2,
-            0.1,
-            0.1,
-            1.0,
+            *(1.81, 0.1608, 0.1409, 0.1637, 0.05262, 0.3122, 0.1637, 0.0829, 0.0572),
+            *(5.004, 0.0, 0.5079, 0.0, 0.539, 0.6617, 0.3153, 0.212),
         ),
         4: (
-            1.5,
-            0.5,
-            0.45,
-            0.4,
-            0.6,
-            0.1,
-            0.12,
-            0.04,
-            17.0,
-            24.0,
-            0.5,
-            0.4,
-            0.8,
-            0.2,
-            0.1,
-            0.1,
-            1.0,
+            *(1.777, 0.03068, 0.2141, 0.1438, 0.1241, 0.2978, 0.2319, 0.09625, 0.02248),
+            *(10.54, 21.7, 8.105, 1.187, 0.5348, 0.3761, 0.01021, 0.1776),
         ),
     },
     "grid": {
-        2: (3.8, 1.4, 0.01, 0.06, 0.05, 0.0, 0.05, 0.01, 0.2, 0.3, 1.1, 0.5),
-        4: (4.5, 2.0, 0.01, 0.05, 0.0, 0.35, 0.05, 0.0, 0.2, 0.3, 1.5, 0.6),
+        2: (3.195, 0.5236, 0.05871, 0.4257, 0.2577, 0.0, 0.4053, 0.8626, 0.0, 0.0),
+        4: (2.35, 0.5939, 0.003257, 0.6647, 0.0, 0.1772, 0.9001, 0.8997, 3.467, 0.2715),
     },
     "stream": {
-        2: (3.5, 0.62, 0.037, 0.03, 0.12, 0.27, 0.72, 0.6, 0.24, 0.03, 0.13, 0.45, 0.02),
+        2: (2.707, 0.6399, 0.2638, 0.1789, 0.1218, 1.061, 0.6305, 0.1048, 0.2991),
     },
     "launches": {
-        2: (2.7, 1.7, 0.5, 0.02, 2.3, 0.6, 0.8, 0.8, 2.0, 0.3, 1.0, 0.5),
-        4: (2.7, 1.7, 0.52, 0.02, 7.1, 0.5, 0.5, 0.76, 2.5, 0.34, 2.1, 0.47),
+        2: (
+            *(1.676, 1.244, 0.6588, 0.9451, 0.01529, 0.0, 3.089),
+            *(1.813, 0.0, 0.5659, 0.3282, 3.714, 1.932, 2.239),
+        ),
+        4: (
+            *(2.499, 1.89, 0.9488, 0.1302, 0.05391, 4.712, 3.638),
+            *(0.8724, 1.083, 0.0, 0.3309, 6.585, 2.562, 3.002),
+        ),
     },
 }
 
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+@lru_cache(maxsize=1024)
+def sharings(widths: Widths, rows: int, itemsize: int, aligned: bool) -> tuple[Sharing, ...]:
+    """The best of every kernel that serves a chain, the one of the least predicted time first.
+
+    Args:
+        widths: n_0 … n_L.
+        rows: M.
+        itemsize: bytes of a number.
+        aligned: whether every row of every weight starts on 16 bytes.
+    """
+    every = (best(name, widths, rows, itemsize, aligned) for name in _US)
+    able = [sharing for sharing in every if sharing is not None]
+    return tuple(sorted(able, key=lambda s: microseconds(s, widths, rows, itemsize)))
+
+
+def best(
+    name: str, widths: Widths, rows: int, itemsize: int, aligned: bool = True
+) -> Sharing | None:
+    """The configuration of a kernel that is predicted to take the least time, or None."""
+    if min(widths) < 1 or rows < 1 or len(widths) - 1 > MAX_LAYERS:
+        return None
+    call = widths, rows, itemsize
+    found: Iterable[Sharing] = ()
+    if name == "clusters":
+        found = _clusters(*call, aligned)
+    elif aligned and name == "grid":
+        found = _grids(*call)
+    elif aligned and name == "stream":
+        found = _streams(*call)
+    elif aligned:
+        found = _launches(*call)
+    return min(found, key=lambda c: microseconds(c, *call), default=None)
+
+
+def _clusters(widths: Widths, rows: int, itemsize: int, aligned: bool) -> Iterator[Config]:
+    """As few rows as let all clusters run at once, and in a step blocks that divide every K."""
+    single, equal = itemsize == 4, len(set(widths)) == 1
+    columns = max(column_tiles(n, itemsize) for n in widths[1:])
+    depths = {_ceil_div(k * itemsize, 64) for k in widths[:-1]}
+    for cluster, clusters in CLUSTERS.items():
+        held = min(32, _ceil_div(_ceil_div(rows, clusters), 8) * 8)
+        own = _ceil_div(columns, cluster)
+        for groups, split_k in _WARPS:
+            if groups > 1 and groups >= 2 * own:
+                continue
+            unroll = gcd(4, *(_ceil_div(depth, split_k) for depth in depths))
+            ring = Config(cluster, held, groups, split_k, 1, unroll, simt=single)
+            yield from _deepest(ring, (8, 4, 2), widths, itemsize)
+            if single and held > 8:
+                yield from _deepest(replace(ring, simt=False), (8, 4, 2), widths, itemsize)
+            if equal and aligned and groups * split_k <= 8:
+                direct = replace(ring, unroll=1, direct=True)
+                yield from _deepest(direct, (16, 8, 4, 2), widths, itemsize)
+
+
+def _deepest(
+    config: Config, depths: Iterable[int], widths: Widths, itemsize: int
+) -> Iterator[Config]:
+    """With the first of these depths that can be built."""
+    for depth in depths:
+        deep = replace(config, depth=depth)
+        spills = registers(deep) > min(255, _REGISTERS // (32 * config.warps))
+        if not spills and deep.invalid(widths, itemsize) is None:
+            yield deep
+            return
+
+
+def _grids(widths: Widths, rows: int, itemsize: int) -> Iterator[Grid]:
+    """Weights of as many layers as fit lie in shared memory, two at least."""
+    if len(set(widths)) > 1:
+        return
+    for cluster, groups in _GRIDS[itemsize]:
+        tiles = _ceil_div(widths[0] // 8, CLUSTERS[cluster])
+        grids = (
+            Grid(cluster, tiles, slots, groups) for slots in range(min(len(widths) - 1, 16), 1, -1)
+        )
+        yield from islice((g for g in grids if g.invalid(widths, rows, itemsize) is None), 1)
+
+
+def _streams(widths: Widths, rows: int, itemsize: int) -> Iterator[Stream]:
+    """As many clusters as run at once, or fewer where the last ones would have no columns."""
+    if itemsize != 2 or len(widths) < 3:
+        return
+    stay = _MIB * (32 if rows <= 64 else 24)  # of L2: more rows leave less to weights
+    for cluster in (4, 8, 2):
+        clusters = CLUSTERS[cluster]
+        if len(set(widths)) == 1:
+            tiles = stream_tiles(widths[0])
+            clusters = _ceil_div(tiles, _ceil_div(tiles, clusters))
+        one = Stream(cluster, clusters, 4, 1, stay_bytes=stay)
+        own = one.slice_tiles(widths, rows)
+        parts = (_ceil_div(own, count) for count in range(_ceil_div(own, _MOST_HELD), own + 1))
+        streams = (
+            replace(one, stages=stages, held=held, again=held if held == own else 1)
+            for held, stages in product(parts, (12, 8, 6, 4))
+        )
+        yield from islice((s for s in streams if s.invalid(widths, rows) is None), 1)
+
+
+def _launches(widths: Widths, rows: int, itemsize: int) -> Iterator[tuple[Launches, ...]]:
+    """The best of each layer, and the best of those that hold for all: changes cost time."""
+    able = _able_launches(_ceil_div(min(rows, MAX_BLOCK_ROWS), 8), itemsize)
+    shapes = list(pairwise(widths))
+    us = {s: [microseconds((c,), s, rows, itemsize) for c in able] for s in dict.fromkeys(shapes)}
+    index = range(len(able))
+    yield tuple(able[min(index, key=us[shape].__getitem__)] for shape in shapes)
+    yield (able[min(index, key=lambda i: sum(us[shape][i] for shape in shapes))],) * len(shapes)
+
+
+@lru_cache
+def _able_launches(row_tiles: int, itemsize: int) -> list[Launches]:
+    """Of each shape the first that can be built."""
+    rows = 8 * row_tiles
+    found = []
+    for cluster, (columns, groups) in product((1, 2, 4, 8), _LAYER_WARPS):
+        for per_unit, stages in product((2, 1), (5, 3)):
+            c = Launches(cluster, 1, columns, groups, stages, 16, per_unit)
+            spills = layer_registers(c, rows, itemsize) * 32 * c.warps * per_unit > _REGISTERS * 1.1
+            if not spills and c.invalid(rows, itemsize) is None:
+                found.append(c)
+                break
+    return found
 
 
 def kernel(sharing: Sharing) -> str:
@@ -98,74 +212,96 @@ def microseconds(sharing: Sharing, widths: Widths, rows: int, itemsize: int) -> 
 
 def terms(sharing: Sharing, widths: Widths, rows: int, itemsize: int) -> tuple[float, ...]:
     """What a call's time is a weighted sum of."""
-    cold = out_of_memory(widths, itemsize)
+    chain = _chain(widths, itemsize)
     if isinstance(sharing, Config):
-        return _of_clusters(sharing, widths, rows, itemsize, cold)
+        return _of_clusters(sharing, chain, rows)
     if isinstance(sharing, Grid):
-        return _of_grid(sharing, widths, rows, itemsize, cold)
+        return _of_grid(sharing, chain, rows)
     if isinstance(sharing, Stream):
-        return _of_stream(sharing, widths, rows, cold)
-    return _of_launches(sharing, widths, rows, itemsize, cold)
+        return _of_stream(sharing, chain, rows)
+    return _of_launches(sharing, chain, rows)
 
 
-def out_of_memory(widths: Widths, itemsize: int) -> float:
-    """Share of the weights that the L2 cache has not, where several chains take turns."""
-    size = sum(k * n for k, n in pairwise(widths)) * itemsize
+class _Chain(NamedTuple):
+    """What the terms need of a chain.
+
+    Attributes:
+        widths: n_0 … n_L.
+        itemsize: bytes of a number.
+        shapes: (k, n) of a layer, and how many layers have it.
+        cold: share of the weights that the L2 cache has not, where several chains take turns.
+        vec: bytes at which every row of every weight starts, at most 16.
+    """
+
+    widths: Widths
+    itemsize: int
+    shapes: tuple[tuple[int, int, int], ...]
+    cold: float
+    vec: int
+
+    @property
+    def layers(self) -> int:
+        return len(self.widths) - 1
+
+    @property
+    def equal(self) -> bool:
+        """Whether all widths are."""
+        return len(self.shapes) == 1 and self.widths[0] == self.widths[1]
+
+
+@lru_cache(maxsize=1024)
+def _chain(widths: Widths, itemsize: int) -> _Chain:
+    shapes = tuple((k, n, times) for (k, n), times in Counter(pairwise(widths)).items())
+    size = sum(k * n * times for k, n, times in shapes) * itemsize
     turn = max(2 * size, min(_TURNS * size, _TURN_BYTES))
-    return 1 - _L2_BYTES / max(turn, _L2_BYTES)
+    cold = 1 - _L2_BYTES / max(turn, _L2_BYTES)
+    lengths = [k * itemsize for k in widths[:-1]]
+    vec = min(16, *(length & -length for length in lengths))
+    return _Chain(widths, itemsize, shapes, cold, vec)
 
 
-def _cold_bytes(widths: Widths, itemsize: int, cold: float) -> float:
-    """100 KB that each multiprocessor reads from memory, where they share the weights."""
-    return sum(k * n for k, n in pairwise(widths)) * itemsize * cold / _UNITS / 1e5
-
-
-def _of_clusters(
-    c: Config, widths: Widths, rows: int, itemsize: int, cold: float
-) -> tuple[float, ...]:
-    """One; in a cluster; layers without and with an exchange by stores or bulk copies; passes;
-    steps of a ring, of registers; thousands of products by tensor cores, by plain multiply-adds;
-    100 KB of weights, from memory, by all; trips; exchanged 10 KB; sums; short copies."""
+def _of_clusters(c: Config, chain: _Chain, rows: int) -> tuple[float, ...]:
+    """One; in a cluster; exchanges, by blocks of a cluster; passes by warps that share K, of widths
+    that vary, of partial steps; results; steps; products by tensor cores and by plain
+    multiply-adds, of all warps and of the first; copies, short ones; 100 KB of weights; exchanged
+    10 KB."""
+    widths, itemsize = chain.widths, chain.itemsize
     each = _ceil_div(_ceil_div(rows, c.rows), CLUSTERS[c.cluster])  # of a multiprocessor
-    at_once = min(each, _resident(c, widths, itemsize))
-    rounds = _ceil_div(each, at_once)
-    layers = len(widths) - 1
-    passes = steps = read = 0
-    for (k, n), times in Counter(pairwise(widths)).items():
-        own = _ceil_div(column_units(n, itemsize), c.cluster)
+    rounds = _ceil_div(each, min(each, _resident(c, widths, itemsize)))
+    passes = steps = every = first = read = 0
+    for k, n, times in chain.shapes:
+        own, blocks = _ceil_div(column_tiles(n, itemsize), c.cluster), _ceil_div(k * itemsize, 64)
         here = times * _ceil_div(own, c.groups * c.tiles)
+        before = _ceil_div(blocks, c.split_k * c.unroll) - 1
         passes += here
-        steps += here * _ceil_div(_ceil_div(k * itemsize, 64), c.split_k * c.unroll)
+        steps += here * (before + 1)
+        every += here * blocks * c.groups
+        first += here * (before * c.unroll + min(c.unroll, blocks - before * c.split_k * c.unroll))
         read += times * own * 16 * k * itemsize
-    products = each * c.warps * steps * c.unroll * c.tiles * c.rows / 8e3
-    exchanged = sum(widths[1:-1]) * c.rows * itemsize * each / 1e4 * (c.cluster > 1)
-    ahead = c.warps * c.depth * c.unroll * c.tiles * 1024
-    vec = min(16, *((k * itemsize) & -(k * itemsize) for k in widths[:-1]))
-    rounds_of_layers = rounds * layers
+    clustered = c.cluster > 1
+    exchanges = rounds * chain.layers * clustered
+    passes, steps, parts = rounds * passes, rounds * steps, c.tiles * c.rows / 8
+    products, own_products = each * every * parts / 1e3, rounds * first * parts / 1e2
+    copies = 0.0 if c.direct else each * steps / rounds * c.warps * c.unroll * c.tiles / 1e2
     return (
         1.0,
-        float(c.cluster > 1),
-        rounds_of_layers * (c.cluster == 1),
-        rounds_of_layers * (c.cluster > 1 and not c.bulk),
-        rounds_of_layers * (c.cluster > 1 and c.bulk),
-        rounds * passes,
-        0.0 if c.direct else rounds * steps,
-        rounds * steps if c.direct else 0.0,
+        float(clustered),
+        exchanges,
+        exchanges * c.cluster / 10,
+        passes * (c.split_k - 1) / 10,
+        passes * (not chain.equal),
+        0.0 if c.exact(widths, itemsize) else passes,
+        passes * parts,
+        0.0 if c.direct else steps,
         0.0 if c.simt else products,
         products if c.simt else 0.0,
+        0.0 if c.simt else own_products,
+        own_products if c.simt else 0.0,
+        copies * 16 / chain.vec,
+        each * read / 1e5 * (16 / chain.vec - 1),
         each * read / 1e5,
-        each * read / 1e5 * cold,
-        _cold_bytes(widths, itemsize, cold),
-        rounds * read / ahead,
-        rounds * passes * (c.split_k > 1),
-        exchanged,
-        each * read / 1e5 * (16 / vec - 1),
+        each * sum(widths[1:-1]) * c.rows * itemsize / 1e4 * clustered,
     )
-
-
-def column_units(n: int, itemsize: int) -> int:
-    """Column tiles (of 16) of a layer of n columns, padded to 64 bytes."""
-    return _ceil_div(n * itemsize, 64) * (4 // itemsize)
 
 
 def _resident(c: Config, widths: Widths, itemsize: int) -> int:
@@ -181,61 +317,56 @@ def registers(c: Config) -> int:
     return sums + 8 * c.tiles * (c.depth if c.direct else 1) + _OTHER_REGISTERS
 
 
-def _of_grid(g: Grid, widths: Widths, rows: int, itemsize: int, cold: float) -> tuple[float, ...]:
-    """One; handovers, by blocks that share K; 10 KB of activations; products by tensor cores, by
-    plain multiply-adds; sums; layers of two warps; 10 KB of the first layer's weights; 100 KB of
-    weights, from memory; 10 KB that come late for want of slots."""
-    width, layers = widths[0], len(widths) - 1
-    row_tiles, own = _ceil_div(rows, 16), width // g.cluster
+def _of_grid(g: Grid, chain: _Chain, rows: int) -> tuple[float, ...]:
+    """One; handovers; blocks of K that a warp reads; 10 KB of activations; products by tensor
+    cores, by plain multiply-adds; sums; 10 KB of the first layer's weights; 100 KB of weights;
+    10 KB that come late for want of slots."""
+    width, layers, itemsize = chain.widths[0], chain.layers, chain.itemsize
+    single, row_tiles, depth = itemsize == 4, _ceil_div(rows, 16), width // g.cluster
+    blocks = depth * itemsize // 64 // g.k_groups
     halves = _ceil_div(2 * row_tiles, g.cluster)
-    layer = g.tiles * 8 * own * itemsize  # bytes of a block
-    single = itemsize == 4
-    products = layers * g.tiles * own / 1e2
+    if single:
+        rounds = halves * _ceil_div(g.tiles, 16)
+    else:
+        rounds = _ceil_div(halves * _ceil_div(g.tiles, 2), row_tiles * g.k_groups)
+    layer = g.tiles * 8 * depth * itemsize  # bytes of a block
     return (
         1.0,
         layers - 1,
-        (layers - 1) * g.cluster,
-        (layers - 1) * row_tiles * 16 * own * itemsize / 1e4,
-        0.0 if single else products / g.k_groups / 3.2,
-        products * row_tiles / 1e1 if single else 0.0,
-        layers * halves * _ceil_div(g.tiles, 2) * g.cluster / 1e1,
-        layers * (g.k_groups - 1),
+        (layers - 1) * blocks,
+        (layers - 1) * row_tiles * 16 * depth * itemsize / 1e4,
+        0.0 if single else layers * g.tiles * blocks / 10,
+        layers * g.tiles * depth * row_tiles / 1e3 if single else 0.0,
+        layers * rounds * g.cluster / 10,
         layer / 1e4,
         layers * layer / 1e5,
-        layers * layer / 1e5 * cold,
         max(0, layers - g.slots) * layer / 1e4,
     )
 
 
-def _of_stream(s: Stream, widths: Widths, rows: int, cold: float) -> tuple[float, ...]:
-    """One; handovers, by blocks that share K; steps along K, by column tiles; parts of a slice;
-    100 KB of weights, from memory; trips; sums; 10 KB of activations; layers of widths that vary;
-    tiles asked for again."""
+def _of_stream(s: Stream, chain: _Chain, rows: int) -> tuple[float, ...]:
+    """One; handovers; steps along K, by column tiles of one and of two groups' rows; 100 KB of
+    weights; sums; 10 KB of activations; layers of widths that vary."""
     groups, row_tiles = k_groups(rows), _ceil_div(rows, 16)
-    widest, layers = s.tiles(widths), len(widths) - 1
-    steps = parts = read = sums = taken = 0
-    for (k, n), times in Counter(pairwise(widths)).items():
-        tiles = _ceil_div(column_tiles(n), s.clusters)
-        count = _ceil_div(k, 64 * s.cluster * groups)
-        steps += times * count
-        parts += times * (_ceil_div(count, s.held) - 1)
-        read += times * tiles * count * groups * 1024
+    steps = read = sums = taken = 0
+    for k, n, times in chain.shapes:
+        tiles = _ceil_div(stream_tiles(n), s.clusters)
+        count = times * _ceil_div(k, 64 * s.cluster * groups)
+        steps += count
+        read += count * tiles * groups * 1024
         sums += times * _ceil_div(_ceil_div(tiles * row_tiles, s.cluster), 8)
-        taken += times * count * groups * 128 * row_tiles * 16
+        taken += count * groups * 128 * row_tiles * 16
+    products = steps * s.tiles(chain.widths) / 10
     return (
         1.0,
-        layers - 1,
-        (layers - 1) * s.cluster,
+        chain.layers - 1,
         steps,
-        steps * widest / 1e1,
-        parts,
+        products if groups == 2 else 0.0,
+        products if groups == 1 else 0.0,
         read / 1e5,
-        read / 1e5 * cold,
-        read / (s.stages * _ceil_div(widest, 2) * 2048),
-        sums * s.cluster,
+        sums * s.cluster / 10,
         taken / 1e4,
-        float(layers * (len(set(widths)) > 1)),
-        steps * min(s.again, s.held),
+        chain.layers * (not chain.equal),
     )
 
 
@@ -245,31 +376,40 @@ def layer_registers(c: Launches, rows: int, itemsize: int) -> int:
     return c.tiles * parts * (4 * row_tiles + 16) + _OTHER_REGISTERS
 
 
-def _of_launches(
-    configs: tuple[Launches, ...], widths: Widths, rows: int, itemsize: int, cold: float
-) -> tuple[float, ...]:
-    """One; further launches; waves; steps along K; thousands of products; 100 KB of weights, from
-    memory; trips; 100 KB of x, in parts; hundreds of sums; layers of clusters."""
-    found = [0.0] * 9
+def _of_launches(configs: tuple[Launches, ...], chain: _Chain, rows: int) -> tuple[float, ...]:
+    """One; further launches, configured otherwise; waves; steps along K; thousands of products,
+    hundreds of a warp; 100 KB of weights, of memory; 100 KB of x, in parts, in rounds of loads;
+    sums; thousands of blocks."""
+    itemsize, found = chain.itemsize, [0.0] * 10
     slices, row_tiles = _ceil_div(rows, MAX_BLOCK_ROWS), _ceil_div(min(rows, MAX_BLOCK_ROWS), 8)
-    for (c, k, n), times in Counter(zip(configs, widths, widths[1:], strict=False)).items():
-        blocks = c.blocks(n) * slices
-        room = CLUSTERS[c.cluster] * c.cluster
-        each, waves = _ceil_div(blocks, room), _ceil_div(blocks, room * c.per_unit)
+    shapes = zip(configs, chain.widths, chain.widths[1:], strict=False)
+    for (c, k, n), times in Counter(shapes).items():
+        blocks, room = c.blocks(n) * slices, CLUSTERS[c.cluster] * c.cluster
+        each = _ceil_div(blocks, room)
+        waves = times * _ceil_div(each, min(each, _resident_layers(c, rows, itemsize)))
         count = _ceil_div(_ceil_div(k * itemsize, 64), c.cluster)
-        steps = _ceil_div(count, c.k_groups)
-        outputs = 16 * c.tiles * c.columns
+        steps = waves * _ceil_div(count, c.k_groups)
+        tiles, busy, parts = c.tiles * c.columns, times * each * count, _ceil_div(count, c.x_blocks)
         here = (
             waves,
-            waves * steps,
-            each * count * c.columns * c.tiles * row_tiles / 1e3,
-            each * outputs * count * 64 / 1e5,
-            waves * steps / c.stages,
-            each * row_tiles * 8 * count * 64 / 1e5,
-            waves * _ceil_div(count, c.x_blocks),
-            each * row_tiles * c.tiles * c.columns * c.k_groups / 1e2,
-            c.cluster > 1,
+            steps,
+            busy * tiles * row_tiles / 1e3,
+            steps * c.tiles * row_tiles / 1e2,
+            busy * tiles * 1024 / 1e5,
+            busy * row_tiles * 512 / 1e5,
+            waves * parts,
+            waves * parts * _ceil_div(min(count, c.x_blocks) * row_tiles, 8 * c.warps) / 10,
+            times * each * row_tiles * tiles * c.k_groups / 1e2,
+            times * blocks / 1e3,
         )
-        found = [a + times * b for a, b in zip(found, here, strict=True)]
-    read = found[3]
-    return (1.0, len(configs) - 1, *found[:4], read * cold, *found[4:])
+        found = [a + b for a, b in zip(found, here, strict=True)]
+    read, changes = found[4], sum(a != b for a, b in pairwise(configs))
+    return (1.0, len(configs) - 1, changes, *found[:5], read * chain.cold, *found[5:])
+
+
+def _resident_layers(c: Launches, rows: int, itemsize: int) -> int:
+    """Blocks of ``launches.cu`` that a multiprocessor holds at once."""
+    granted = min(_REGISTERS // (32 * c.warps * c.per_unit), layer_registers(c, rows, itemsize))
+    shared = c.shared_bytes(rows) + _SHARED_OF_A_BLOCK
+    fit = _REGISTERS // (32 * c.warps * granted), _SHARED_OF_A_UNIT // shared, 64 // c.warps
+    return max(c.per_unit, min(fit))
