@@ -137,7 +137,6 @@ def _clusters(p: Problem, draw: Random) -> Iterator[Sharing]:
         return
     for _ in range(_DRAWN):
         direct = aligned and len(set(widths)) == 1 and draw.random() < 0.4
-        depth = draw.choice((2, 3, 4, 6, 8, 10, 12, 16))
         config = Config(
             cluster=draw.choice((1, 2, 4, 8, 16)),
             rows=min(draw.choice((8, 16, 24, 32, 48, 64)), -(-rows // 8) * 8),
@@ -145,11 +144,9 @@ def _clusters(p: Problem, draw: Random) -> Iterator[Sharing]:
             split_k=draw.choice((1, 2, 4, 8)),
             tiles=draw.choice((1, 1, 2, 4)),
             unroll=1 if direct else draw.choice((1, 2, 4)),
-            depth=depth,
-            bulk=draw.random() < 0.3,
+            depth=draw.choice((2, 3, 4, 6, 8, 10, 12, 16)),
             simt=itemsize == 4 and draw.random() < 0.7,
             direct=direct,
-            late=draw.choice((0, 0, depth // 4, depth // 2)) if direct else 0,
         )
         width = config.groups * config.tiles
         spills = choice.registers(config) > min(255, 65536 // (32 * config.warps))

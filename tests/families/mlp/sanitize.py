@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -75,18 +74,15 @@ NARROW = (40, 16, 7, 16, 200, 8, 16, 24)
 
 def calls() -> list[Call]:
     """All calls, in the order in which they are made."""
-    stores, bulk = Config(4, 8, 2, 2, unroll=2), Config(2, 8, 2, 1, bulk=True)
+    stores = Config(4, 8, 2, 2, unroll=2)
     held, simt = Config(4, 8, 2, 2, depth=2, direct=True), Config(4, 8, 2, 2, simt=True)
     launches = Launches(8, 1, 4, 2, stages=3, x_blocks=4)
     chain, few = (128, 96, 128, 40), (264, 520, 128, 41)
     return [
         Call("whole_cuda, stores", _whole(stores), 9, chain, BF16),
-        Call("whole_cuda, bulk", _whole(bulk), 9, chain, BF16),
         Call("whole_cuda, direct", _whole(held), 9, (128,) * 4, BF16),
         Call("whole_cuda, simt", _whole(simt), 9, (64, 96, 64), F32),
-        Call("whole_cuda, narrow stores", _whole(stores), 9, NARROW, BF16),
-        Call("whole_cuda, narrow bulk", _whole(replace(bulk, cluster=4)), 9, NARROW, BF16),
-        Call("whole_cuda, narrow bulk", _whole(bulk), 9, NARROW, F32),
+        *[Call("whole_cuda, narrow stores", _whole(stores), 9, NARROW, d) for d in (BF16, F32)],
         *[Call("whole_cuda, launches", _whole(launches), 17, few, d) for d in (BF16, F32)],
         Call("whole_grid", _whole(Grid(8, 5, 2, 2)), 20, (512,) * 4, BF16),
         Call("whole_grid", _whole(Grid(8, 5, 2)), 20, (512,) * 4, F32),

@@ -42,8 +42,7 @@ LAYOUTS = {
     "split k": Config(1, 8, 2, 4, depth=4),
     "cluster 2, stores": Config(2, 8, 4, 2, unroll=2, depth=4),
     "cluster 8, stores, two tiles": Config(8, 16, 2, 2, tiles=2, depth=4),
-    "cluster 4, copies": Config(4, 8, 2, 2, unroll=2, depth=4, bulk=True),
-    "cluster 16, copies, odd groups": Config(16, 16, 3, 2, depth=3, bulk=True),
+    "cluster 16, stores, odd groups": Config(16, 16, 3, 2, depth=3),
 }
 NARROW = (100, 16, 7, 30, 200, 8, 4, 16, 90)
 """Hidden layers of so few columns that most blocks and warps have none, several in a row."""
@@ -154,21 +153,20 @@ def test_what_a_block_awaits_is_what_the_others_send(
         + f"int main() {{\n  const int widths[] = {{{', '.join(map(str, NARROW))}}};\n"
         + f"  for (int i = 0; i < {layers}; ++i)\n    for (int r = 0; r < CLUSTER; ++r) {{\n"
         + "      const int k = widths[i], n = widths[i + 1];\n      const Share s(k, n, r);\n"
-        + '      std::printf("%d %u %d\\n", s.end - s.first, input_bytes(k, n, r), '
+        + '      std::printf("%d %u %d\\n", s.end - s.first, input_bytes(n), '
         + "sending_blocks(n));\n    }\n}\n"
         + "void mbar_arrive(u32, int) {}\nvoid mbar_expect(u32, u32) {}\n"
     )
     subprocess.run([str(CXX), "-std=c++17", "-o", tmp_path / "bytes", file], check=True)
     done = subprocess.run([tmp_path / "bytes"], check=True, capture_output=True, text=True)
     lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    unit = config.rows * 16 + (32 if config.bulk else 0)
     silent = 0
     for layer in range(layers):
         blocks = lines[layer * config.cluster : (layer + 1) * config.cluster]
-        sent = [tiles * itemsize * unit for tiles, _, _ in blocks]
+        sent = [tiles * itemsize * config.rows * 16 for tiles, _, _ in blocks]
         silent += sent.count(0)
-        for own, (_, awaited, sending) in zip(sent, blocks, strict=True):
-            assert awaited == sum(sent) - (own if config.bulk else 0)
+        for _, awaited, sending in blocks:
+            assert awaited == sum(sent)
             assert sending == config.cluster - sent.count(0)
     assert silent > 0 or config.cluster == 2
 
@@ -328,7 +326,7 @@ def test_every_way_of_sharing(config: Config, widths: tuple[int, ...], dtype: to
 
 @on_hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [*LAYOUTS.values(), Config(2, 8, 2, 2, bulk=True), None])
+@pytest.mark.parametrize("config", [*LAYOUTS.values(), None])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_and_warps_without_columns(config: Config | None, dtype: torch.dtype) -> None:
     """Again and again, so that one that falls behind is noticed: it would never end."""

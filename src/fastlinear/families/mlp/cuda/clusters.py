@@ -59,10 +59,8 @@ def source(
         "UNITS": input_units(widths, dtype.itemsize),
         "SAVE": save,
         "MAX_LAYERS": MAX_LAYERS,
-        "EXCHANGE": int(config.bulk),
         "SIMT": int(config.simt),
         "DIRECT": int(config.direct),
-        "LATE": config.late,
         **cuda_macros("fast" if dtype.itemsize == 2 else "product", activation),
         "FINAL": CODES[final_activation],
     }

@@ -27,11 +27,9 @@ class Config:
         tiles: column tiles (of 16) a group computes at a time.
         unroll: 64-byte blocks of K per pipeline step.
         depth: pipeline steps of weights on their way.
-        bulk: exchange by one bulk copy per pair of blocks instead of stores from every thread.
         simt: float32 only: plain multiply-adds instead of split tf32 products.
         direct: weights go from global memory straight to registers, ``depth`` 64-byte blocks of K
             per warp. For equal widths of whole passes.
-        late: how many of those blocks are fetched only after a layer's results were sent.
     """
 
     cluster: int
@@ -41,10 +39,8 @@ class Config:
     tiles: int = 1
     unroll: int = 1
     depth: int = 8
-    bulk: bool = False
     simt: bool = False
     direct: bool = False
-    late: int = 0
 
     @property
     def warps(self) -> int:
@@ -87,7 +83,6 @@ class Config:
         return (
             len(set(widths)) == 1
             and self.unroll == 1
-            and self.late <= self.depth
             and width % (self.depth * self.split_k * (64 // itemsize)) == 0
             and width == 16 * self.cluster * self.groups * self.tiles
         )

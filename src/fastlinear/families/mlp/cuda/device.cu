@@ -77,13 +77,6 @@ __device__ __forceinline__ void store_async(u32 addr, u32 bar, uint4 v) {
       : "memory");
 }
 
-__device__ __forceinline__ void copy_to_peer(u32 dst, u32 src, u32 bytes, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-      ::"r"(dst), "r"(src), "r"(bytes), "r"(bar)
-      : "memory");
-}
-
 __device__ __forceinline__ void group_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(KS * 32) : "memory");
 }

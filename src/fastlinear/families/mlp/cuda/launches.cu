@@ -14,7 +14,7 @@
 // the second part of an infinity is.
 //
 // Macros from the host: DTYPE (0 bfloat16, 1 float16, 2 float32) CLUSTER T CG KG STAGES NB (tiles of
-// 8 rows of x) L2_BYTES (of a slice of K, brought ahead as far as the L2 cache) XB (64-byte blocks of K of x held at once, a multiple of KG) PER_SM (blocks of a
+// 8 rows of x) XB (64-byte blocks of K of x held at once, a multiple of KG) PER_SM (blocks of a
 // multiprocessor) KS (unused, for device.cu), a number ACT_<NAME> for every activation.
 
 constexpr int ES = DTYPE == 2 ? 4 : 2;
@@ -157,17 +157,6 @@ whole_mlp_layer(const __grid_constant__ Params p) {
   for (int slot = 0; slot < STAGES; ++slot, next += KG) {
     if (next < count) fetch(next, slot);
     copy_commit();
-  }
-  if constexpr (L2_BYTES > 0) {  // what has no room in the ring comes as far as the L2 cache
-    const int from = (begin + STAGES * KG) * 64;
-    const int size = min(min(begin * 64 + count * 64, bytes) - from, L2_BYTES);
-    const int row = cluster_first + static_cast<int>(threadIdx.x);
-    if (size > 0 && static_cast<int>(threadIdx.x) < TILES * 16 && row < p.N) {
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
-                       static_cast<const char*>(p.w) + static_cast<long long>(row) * bytes + from),
-                   "r"(size)
-                   : "memory");
-    }
   }
   asm volatile("griddepcontrol.wait;" ::: "memory");
 

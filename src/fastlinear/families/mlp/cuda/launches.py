@@ -54,7 +54,6 @@ class Launches:
         stages: blocks of 64 bytes of K that a warp's weights are ahead.
         x_blocks: blocks of 64 bytes of K of x in shared memory at once.
         per_unit: blocks of a multiprocessor at once.
-        l2_bytes: of a row's slice of K, beyond the stages, that come ahead as far as the L2 cache.
     """
 
     cluster: int
@@ -64,7 +63,6 @@ class Launches:
     stages: int = 8
     x_blocks: int = 16
     per_unit: int = 2
-    l2_bytes: int = 0
 
     @property
     def warps(self) -> int:
@@ -110,7 +108,6 @@ def source(config: Launches, rows: int, dtype: torch.dtype) -> str:
         "STAGES": config.stages,
         "NB": _ceil_div(min(rows, MAX_BLOCK_ROWS), 8),
         "XB": config.x_blocks,
-        "L2_BYTES": config.l2_bytes,
         "PER_SM": config.per_unit,
         "KS": 1,
         **cuda_macros("fast" if dtype.itemsize == 2 else "product"),

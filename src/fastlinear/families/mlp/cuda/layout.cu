@@ -11,7 +11,6 @@ constexpr int WARPS = WN * KS;
 constexpr int THREADS = 32 * WARPS;
 constexpr int PARTS = TW * NB;                  // 16 x 8 accumulators of a warp
 constexpr int STEP_BYTES = UNROLL * TW * 1024;  // what a warp copies for one step
-constexpr int STEP_K = UNROLL * BLOCK_K;        // of one warp; KS warps cover KS times that
 
 constexpr int RING_OFFSET = 64;                 // after the mbarriers
 constexpr int ACT_OFFSET = RING_OFFSET + (DIRECT ? 0 : WARPS * DEPTH * STEP_BYTES);
@@ -20,12 +19,10 @@ constexpr int STAGE_OFFSET = ACT_OFFSET + 2 * ACT_BYTES;
 constexpr int STAGE_BYTES = TILE_UNITS * 128;   // one accumulator, transposed
 constexpr int SUM_OFFSET = STAGE_OFFSET + WARPS * STAGE_BYTES;
 constexpr int BIAS_OFFSET = SUM_OFFSET + (KS > 1 ? WN * PARTS * KS * 512 : 0);  // own columns
-constexpr bool BULK = CLUSTER > 1 && EXCHANGE == 1;
-constexpr bool ASYNC = CLUSTER > 1 && EXCHANGE == 0;
 // Arrivals that end a phase of an mbarrier, besides bytes. Where blocks or warps may have no column
 // of a layer, hence send nothing that others wait for: one for each block (thread 0 stands in for
 // those that send bytes) and one for each warp, once it has seen the phase before.
-constexpr int SEEN = ASYNC && !EXACT ? WARPS : 1;
+constexpr int SEEN = CLUSTER > 1 && !EXACT ? WARPS : 1;
 constexpr int ARRIVALS = EXACT ? 1 : SEEN + CLUSTER;
 
 struct Params {
@@ -69,12 +66,10 @@ struct Share {   // of one layer, for one block
   }
 };
 
-// Bytes that a layer of n columns brings to this block's next input from blocks (BULK: others).
-__device__ __forceinline__ u32 input_bytes(int k, int n, int rank) {
+// Bytes that a layer of n columns brings to every block's next input.
+__device__ __forceinline__ u32 input_bytes(int n) {
   const int tiles = ceil_div(n, 16 * GROUP_TILES) * GROUP_TILES;
-  if constexpr (!BULK) return tiles * TILE_UNITS * ROWS * 16;
-  const Share own(k, n, rank);
-  return (tiles - (own.end - own.first)) * TILE_UNITS * UNIT_BYTES;
+  return tiles * TILE_UNITS * ROWS * 16;
 }
 
 // Blocks that have columns of a layer of n of them.
@@ -84,10 +79,10 @@ __device__ __forceinline__ int sending_blocks(int n) {
 }
 
 // Thread 0 of a block: the barrier's next phase counts what `layer` sends.
-__device__ __forceinline__ void announce(const Params& p, u32 bar, int layer, int rank) {
-  const int k = width(p, layer), n = width(p, layer + 1);
+__device__ __forceinline__ void announce(const Params& p, u32 bar, int layer) {
+  const int n = width(p, layer + 1);
   if constexpr (!EXACT) mbar_arrive(bar, sending_blocks(n));
-  mbar_expect(bar, input_bytes(k, n, rank));
+  mbar_expect(bar, input_bytes(n));
 }
 
 typedef uint4 Pieces[TW][2];  // this thread's weights of one k-block: columns g and g + 8

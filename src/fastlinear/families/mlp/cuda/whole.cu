@@ -26,18 +26,17 @@
 // this text.
 //
 // Macros from the host: DTYPE (0 bfloat16, 1 float16, 2 float32) CLUSTER NB WN KS TW UNROLL DEPTH
-// VEC EXACT WIDTH UNITS ACT FINAL SAVE MAX_LAYERS EXCHANGE SIMT DIRECT LATE, a number ACT_<NAME> for every activation.
+// VEC EXACT WIDTH UNITS ACT FINAL SAVE MAX_LAYERS SIMT DIRECT, a number ACT_<NAME> for every
+// activation.
 //   VEC: bytes at which every weight row is aligned: 16, 8, 4 or 2.
 //   EXACT: 1 when every K and N is a whole number of steps and passes.
 //   WIDTH: the width of every layer and of x where all are equal, else 0.
 //   UNITS: units of one activation buffer.
 //   DIRECT: 1 keeps DEPTH k-blocks of weights per warp in registers instead of shared memory, each
-//     replaced by its successor once used, the last LATE of them only after the layer's results
-//     are on their way. For equal widths in one pass, where shared memory's rate would bound.
+//     replaced by its successor once used. For equal widths in one pass, where shared memory's
+//     rate would bound.
 //   SAVE: 0 nothing, 1 pre-activations (hidden and last), 2 hidden outputs, 3 hidden outputs and
 //     the last pre-activation, 4 hidden pre-activations.
-//   EXCHANGE: how outputs reach the other blocks, counted by an mbarrier: 0 st.async from every
-//     thread, 1 one bulk copy per block once its share is complete.
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 whole_mlp(const __grid_constant__ Params p) {
@@ -62,8 +61,8 @@ whole_mlp(const __grid_constant__ Params p) {
         mbar_arrive(base, SEEN - 1);
         mbar_arrive(base + 8, SEEN - 1);
       }
-      if (p.layers > 1) announce(p, base + 8, 0, rank);
-      if (p.layers > 2) announce(p, base, 1, rank);
+      if (p.layers > 1) announce(p, base + 8, 0);
+      if (p.layers > 2) announce(p, base, 1);
     }
     __syncwarp();
     cluster_arrive();
@@ -148,7 +147,7 @@ whole_mlp(const __grid_constant__ Params p) {
         mbar_wait(bar, ((layer - 1) >> 1) & 1);
         if constexpr (SEEN > 1) __syncwarp();
         if (layer + 2 < p.layers) {
-          if (EXACT && threadIdx.x == 0) announce(p, bar, layer + 1, rank);
+          if (EXACT && threadIdx.x == 0) announce(p, bar, layer + 1);
           if (SEEN > 1 && warp > 0 && lane == 0) mbar_arrive(bar, 1);
         }
       }
@@ -174,7 +173,7 @@ whole_mlp(const __grid_constant__ Params p) {
             } else {
               multiply(acc, odd, held[i], at + i * KS * (4 * UNIT_BYTES) + g * 16);
             }
-            if (from && (i < DEPTH - LATE || chunk + 1 < CHUNKS)) feed.hold(held[i], from, i);
+            if (from) feed.hold(held[i], from, i);
           }
         }
       } else {
@@ -261,17 +260,17 @@ whole_mlp(const __grid_constant__ Params p) {
           v[e] = act<ACT>(v[e]);
           if (!EXACT && tile * 16 + (e >> 1) * 8 + g >= n) v[e] = 0.0f;
         }
-        if constexpr (!ASYNC) {
+        if constexpr (CLUSTER == 1) {
           put(next + tile * (TILE_UNITS * UNIT_BYTES) + nb * 128, UNIT_BYTES, v, lane);
         }
-        if constexpr (ASYNC || SAVE == 2 || SAVE == 3) {
+        if constexpr (CLUSTER > 1 || SAVE == 2 || SAVE == 3) {
           put(stage, 128, v, lane);
           __syncwarp();
         }
         if constexpr (SAVE == 2 || SAVE == 3) {
           write_out(p.saved[layer], p.rows, n, row0 + nb * 8, tile * 16, stage, lane);
         }
-        if constexpr (ASYNC) {
+        if constexpr (CLUSTER > 1) {
           // TILE_UNITS * 8 pieces to every block; with 16 of them, half the warp serves every
           // second block.
           constexpr int kPeers = 32 / (TILE_UNITS * 8);
@@ -287,38 +286,21 @@ whole_mlp(const __grid_constant__ Params p) {
             store_async(peer_addr(dst, peer), peer_addr(bar, peer), v16);
           }
         }
-        if constexpr (ASYNC || SAVE == 2 || SAVE == 3) __syncwarp();
-      }
-    }
-    if constexpr (DIRECT && LATE > 0) {
-      if (from) {
-#pragma unroll
-        for (int i = DEPTH - LATE; i < DEPTH; ++i) feed.hold(held[i], from, i);
+        if constexpr (CLUSTER > 1 || SAVE == 2 || SAVE == 3) __syncwarp();
       }
     }
     shifts += share.columns * ES;
     if constexpr (CLUSTER == 1) {
       __syncthreads();
     } else if (!last) {
-      if constexpr (BULK) {
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncthreads();
-      }
       const int peer = static_cast<int>(threadIdx.x);
-      const u32 bytes = (share.end - share.first) * (TILE_UNITS * UNIT_BYTES);
-      if (!EXACT && bytes == 0) {
-        if (peer < CLUSTER) mbar_arrive_at_peer(peer_addr(base + (~layer & 1) * 8, peer));
-      } else if (BULK && peer < CLUSTER && peer != rank) {
-        const u32 src = next + share.first * (TILE_UNITS * UNIT_BYTES);
-        copy_to_peer(peer_addr(src, peer), src, bytes, peer_addr(base + (~layer & 1) * 8, peer));
-        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      if (!EXACT && share.end == share.first && peer < CLUSTER) {
+        mbar_arrive_at_peer(peer_addr(base + (~layer & 1) * 8, peer));
       }
       // Counting blocks takes a division: only now, when the results are on their way.
       if (!EXACT && threadIdx.x == 0 && layer > 0 && layer + 2 < p.layers) {
-        announce(p, base + (layer & 1) * 8, layer + 1, rank);
+        announce(p, base + (layer & 1) * 8, layer + 1);
       }
     }
   }
-  // What the copies still read must not go away under them.
-  if constexpr (BULK) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
