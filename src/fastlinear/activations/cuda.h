@@ -79,10 +79,11 @@ template <int>
 __constant__ unsigned kTwoOverPi[8] = {0x00000000u, 0x28be60dbu, 0x9391054au, 0x7f09d5f4u,
                                        0x7d4d3770u, 0x36d8a566u, 0x4f10e410u, 0x7f9458eau};
 
-// x less the nearest multiple of pi / 2, and which that is: beyond 71476, where x is multiplied by the
-// 96 bits of 2 / pi that matter to it. Code that is hardly ever run, once in a kernel.
+// x less the nearest multiple of pi / 2, as bits of a float, and above them which multiple: beyond
+// 71476, where x is multiplied by the 96 bits of 2 / pi that matter to it. Code that is hardly ever
+// run, once in a kernel; what it returns lies in registers.
 template <int A>
-__device__ __noinline__ float far_turned(float x, int& quarter) {
+__device__ __noinline__ unsigned long long far_turned(float x) {
   const unsigned bits = __float_as_uint(x), m = bits << 8 | 0x80000000u;
   const unsigned power = (bits >> 23 & 255u) - 126u;
   const unsigned* word = kTwoOverPi<A> + (power >> 5);
@@ -95,12 +96,19 @@ __device__ __noinline__ float far_turned(float x, int& quarter) {
   }
   const unsigned low = m * second, sum = low + __umulhi(m, third);
   const unsigned turns = m * first + __umulhi(m, second) + (sum < low);  // in quarters of 2^30
-  quarter = static_cast<int>((turns + (1u << 29)) >> 30);
+  int quarter = static_cast<int>((turns + (1u << 29)) >> 30);
   float r = static_cast<float>(static_cast<int>(turns << 2 | sum >> 30));
   r = fmaf(static_cast<float>(sum << 2), 2.3283064365386963e-10f, r) * 3.6572951981250744e-10f;
   if (x < 0.0f) r = -r, quarter = -quarter;
   if (!(fabsf(x) <= 3.402823466e38f)) r = x - x;  // NaN of infinities
-  return r;
+  return static_cast<unsigned long long>(static_cast<unsigned>(quarter)) << 32 | __float_as_uint(r);
+}
+
+template <int A>
+__device__ __forceinline__ float far_turned(float x, int& quarter) {
+  const unsigned long long both = far_turned<A>(x);
+  quarter = static_cast<int>(both >> 32);
+  return __uint_as_float(static_cast<unsigned>(both));
 }
 
 // sin(x + quarters pi / 2). Up to 71476 the nearest quarter turn is taken away in three parts, to two

@@ -259,9 +259,9 @@ def test_what_a_call_takes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(backend.forward(*inputs, "relu", "none", False)[0], want)
     backend._plans.clear()
     monkeypatch.setattr(driver.Launch, "max_clusters", lambda _: 0)
-    for _ in range(2):  # no room for all blocks
+    for _ in range(2):  # no room for all blocks: another kernel, or PyTorch's ops
         found = backend.forward(*inputs, "relu", "none", False)[0]
-        assert torch.equal(found, reference.forward(*inputs, "relu", "none", False)[0])
+        torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
     backend._roomless.clear()
 
 
