@@ -117,6 +117,8 @@ def _programs(p: Problem) -> tuple[Work, ...]:
     rows = ceil(ceil(m / config.block_m) / units()) * config.block_m  # of a multiprocessor
     rate = flops_per_us(p, ours=True)
     how = (f"rows of {config.block_m}", *flags_of(p, "w"))
+    if min(widths) < config.chunk < max(widths):  # weights of mixed parts lie in registers
+        how += ("mixed widths",)
     made = [call(name)]
     padded = pairwise(sum(triton.parts_of(n, config.chunk)) for n in widths)
     for layer, (k, n) in zip(layerwise.layers_of(p), padded, strict=True):
