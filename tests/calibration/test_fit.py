@@ -4,6 +4,7 @@ stays what it was."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -74,6 +75,35 @@ def test_hosts_are_fitted_to_whole_calls_and_work_to_pieces() -> None:
     assert told.us == pytest.approx(7.0, rel=0.1)
     off = _off(found, [Call(c.works, _F32, c.us + 5.0) for c in _calls(200, 2)])
     assert off[100] < 0.04
+
+
+def test_calls_are_told_from_small_passes_of_another_device() -> None:
+    """There small passes took as long as large ones; here Python's calls do, and no others."""
+
+    def made(alone: str, count: int, call_us: float) -> list[Call]:
+        rng, found, names = Random(count), [], ("none", "relu", "gelu")
+        for _ in range(count):
+            numbers, name = 2.0 ** rng.uniform(0, 20), rng.choice(names)
+            start, sweep = passed("copy", numbers, 1, name)
+            works = host(f"{alone}copies"), replace(start, kind=alone + start.kind), sweep
+            us = call_us + numbers * 1e-3 * (1 + names.index(name))
+            found.append(Call(works, _F32, us * math.exp(rng.gauss(0, 0.05))))
+        return found
+
+    before = {
+        "alone copies host": Price(1.2),
+        "alone copy call": Price(0.0),
+        "copies host": Price(-5.5),
+        "copy call": Price(-0.7),
+        "copy": Price(
+            math.log(3e-3), {"numbers": tuple(math.log(2.0) * max(0, 10 - knot) for knot in KNOTS)}
+        ),
+    }
+    known = Prices("other", {name_of(kind, _F32): price for kind, price in before.items()})
+    found = from_calls(made("alone ", 400, 7.0), made("", 60, 1.0), "toy", known)
+    small = [one for one in made("", 50, 1.0) if one.us < 2.0]
+    assert len(small) > 20
+    assert _off(found, small)[-1] < 0.3
 
 
 def test_prices_outlive_a_file() -> None:

@@ -33,13 +33,14 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.progress import Progress, silent
 from fastlinear.dispatch import cache, prices
 from fastlinear.dispatch.backend import WIDENED
-from fastlinear.dispatch.prices import Price, Prices, name_of
+from fastlinear.dispatch.prices import KNOTS, Price, Prices, name_of
 from fastlinear.dispatch.work import CALL, FRESH, HOST
 
 _MODES = (drawn.INFERENCE, drawn.TRAINING)
 _QUICK = {"cpu": drawn.Limit(3e8, 1 << 25), "cuda": drawn.Limit(3e11, 1 << 30)}
 """The most of a case: many small ones tell more than few large ones."""
 _COMMON = (FRESH, WIDENED)
+_SMALL_PASS = 1 << 10  # numbers
 _FRESH_LOG_US = -8.3  # a byte of new memory, where nobody measured it
 _WAYS_OF = 4  # of so many cases one is measured as whole calls
 
@@ -128,7 +129,8 @@ def from_calls(
     if kind == "cuda":
         return fit([*pieces, *whole], device, before, pull=MICROSECONDS)
     start = {name_of(FRESH, dtype): Price(_FRESH_LOG_US) for dtype in FLOAT_DTYPES}
-    found = Prices(device, start | (dict(before.by_kind) if before is not None else {}))
+    known = {} if before is None else {k: _plain(price) for k, price in before.by_kind.items()}
+    found = Prices(device, start | known)
     if not pieces:
         return fit(whole, device, found, lambda kind: kind != FRESH)
     # what many kinds have in common comes after them: one after the other they are small problems
@@ -138,8 +140,19 @@ def from_calls(
         if with_it := [one for one in pieces if _has(one, common)]:
             found = fit(with_it, device, found, partial(eq, common))
     found = replace(found, by_kind=_called(found.by_kind))
-    known = {name.partition(" ")[2] for name in found.by_kind}
-    return fit(whole, device, found, lambda kind: kind.endswith((HOST, CALL)) or kind not in known)
+    told = {name.partition(" ")[2] for name in found.by_kind}
+    return fit(whole, device, found, lambda kind: kind.endswith((HOST, CALL)) or kind not in told)
+
+
+def _plain(price: Price) -> Price:
+    """A price as it is known on another device, but for small passes: what a number costs there is
+    hard to tell from what their calls cost."""
+    numbers = price.curves.get("numbers")
+    if numbers is None:
+        return price
+    small = sum(2**knot < _SMALL_PASS for knot in KNOTS)
+    level = (numbers[small],) * small + tuple(numbers[small:])
+    return replace(price, curves={**price.curves, "numbers": level})
 
 
 def _called(alone: Mapping[str, Price]) -> dict[str, Price]:
