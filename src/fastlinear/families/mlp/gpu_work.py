@@ -13,7 +13,6 @@ from fastlinear.dispatch.roofline import (
     bytes_us,
     capability,
     flops_per_us,
-    fused,
     hosts,
     of_rows,
     on_device,
@@ -87,8 +86,8 @@ def _rows(p: Problem) -> tuple[Work, ...] | None:
         Work(f"{name} rows", (rest**2 + bytes_us(p, kept) ** 2) ** 0.5, sizes, flags),
         Work(f"{name} results", results, {"numbers": hidden}, (), (activation,)),
         Work(f"{name} results", last, {"numbers": m * steps[-1]}, (), ending),
-        fused(f"{name} read", p, m, steps[0], "none", times=1),
-        fused(f"{name} written", p, m, steps[-1], "none", times=1),
+        _moved(f"{name} read", p, m, steps[0]),
+        _moved(f"{name} written", p, m, steps[-1]),
     ]
     if copied := sum(k * n for k, n in pairwise(widths) if k % 8):  # weights
         copies = Work(f"{name} copies", bytes_us(p, 2 * copied), {"numbers": copied})
@@ -136,12 +135,17 @@ def _programs(p: Problem) -> tuple[Work, ...]:
             us = ((2 * m * k * n / (rate * units())) ** 2 + bytes_us(p, moved) ** 2) ** 0.5
             made.append(Work(f"{name} grads", us, {"numbers": moved, "kn": k * n}))
     x = () if backward else flags_of(p, "x")
-    made.append(fused(f"{name} ends", p, m, widths[-1], "none", times=1))
-    made.append(fused(f"{name} ends", p, m, widths[0], "none", *x, times=1))
+    made.append(_moved(f"{name} ends", p, m, widths[-1]))
+    made.append(_moved(f"{name} ends", p, m, widths[0], *x))
     if kept := m * sum(widths[1:-1]) * (2 if backward else p.needs_grad):
         lies_at = rows_at(p, widths[1])
         made.append(Work(f"{name} kept", bytes_us(p, kept), {"numbers": kept}, lies_at))
     return tuple(made)
+
+
+def _moved(name: str, p: Problem, m: int, n: int, *flags: str) -> Work:
+    """Rows that a launch reads or writes: where they begin tells the more the more there are."""
+    return Work(name, bytes_us(p, m * n), {"numbers": m * n, "n": n}, flags, rows_at(p, n))
 
 
 _WHOLE = {"rows_cuda": _rows, "whole_cuda": _few_rows, "whole_triton": _programs}
