@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fastlinear as fl
+from fastlinear.dispatch import prices
 from fastlinear.dispatch.backend import WIDENED, families, family
 from fastlinear.dispatch.select import select
 from fastlinear.families.linear.problem import problem
@@ -112,8 +113,11 @@ def test_predictions_add_passes_to_the_work_in_float32() -> None:
     assert passes.units == 512 * 256 * 2 + 256 * 256 + 256
 
 
-def test_layers_that_take_it_are_no_work_for_nothing() -> None:
-    """Of chains by layers, and of training calls by pieces."""
+def test_layers_that_take_it_are_no_work_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chains by layers, and of training calls by pieces, on a Zen 5."""
+    known = prices.of_device("amd-zen5")
+    monkeypatch.setattr(prices, "shipped", lambda _: known)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
     p = chain("forward", 4096, [64, 64, 64], dtype="float16", device="cpu", activation="silu")
     taken = select(replace(layers_of(p)[0], piece="forward"), ready=False)
     assert taken.backend.name == WIDENED

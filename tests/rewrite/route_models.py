@@ -167,7 +167,7 @@ class Parts(_Holder):
     def forward(self, x: Tensor) -> Tensor:
         parts = x.chunk(len(self.projs), -1)
         found = [proj(part) for proj, part in zip(self.projs, parts, strict=False)]
-        return torch.cat(found, -1).sin()
+        return torch.cat(found, -1).cos()
 
 
 class Loop(Parts):

@@ -434,6 +434,6 @@ def test_where_no_copy_can_judge_products_are_judged_in_float64(fast: None) -> N
     torch.manual_seed(0)
     result = fl.optimize_(Drops().train(), X, config=fl.Config(mode="train", draws=2))
     assert any("float64 linears" in note for note in result.notes)
-    assert statuses(result)["w1"] == "kept", result.table()
+    assert "kept" in {statuses(result)[name] for name in ("w1", "w2")}, result.table()
     errors = {v.name: v.torch_error for v in result.verdicts}
     assert max(errors.values()) > 0.0
