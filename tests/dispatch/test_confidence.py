@@ -90,19 +90,20 @@ def test_a_noisy_tuning_does_not_replace_the_default_it_could_not_judge(
 ) -> None:
     sizes = 2, (16, 16, 16)
     p = mlp.backends.problem("forward", *sizes, dtype="float32", device="cpu")
-    assert select(p).backend.name == "whole_cpp"
+    default = select(p).backend.name  # one of ours, on any processor
+    assert default != "eager"
     shaken = tuple(us * f for us, f in zip(QUIET, (0.1, 0.08, 1.2, 1.1, 0.09), strict=True))
 
     def interleave(contenders: Any, **_: Any) -> dict[str, Samples]:
-        return of(**dict.fromkeys(contenders, scaled(3.0)) | {"eager": QUIET, "whole_cpp": whole})
+        return of(**dict.fromkeys(contenders, scaled(3.0)) | {"eager": QUIET, default: whole})
 
     monkeypatch.setattr(tuning, "interleave", interleave)
     monkeypatch.setattr(confidence, "load_average", lambda: None)
     whole = shaken
     found = tuning.tune(p)
-    assert (found.best, found.rivals) == ("eager", ("whole_cpp",))
+    assert (found.best, found.rivals) == ("eager", (default,))
     kept = select(p)
-    assert (kept.backend.name, kept.source) == ("whole_cpp", "predicted")
+    assert (kept.backend.name, kept.source) == (default, "predicted")
     assert f"tuning took eager in its place and is in doubt: {found.doubt}; tune" in kept.reason
     assert "no measurement" not in kept.reason
     whole = scaled(1.5)  # a quiet measurement decides
