@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 
 from fastlinear.core.cost import Ceilings
 from fastlinear.core.timing import Ratio, Samples
-from fastlinear.dispatch import tune
+from fastlinear.dispatch import cache, prices, tune
 from fastlinear.profile import clock as profile_clock
 from fastlinear.rewrite.evaluate import chains, findings, measure, site, try_graph
 from fastlinear.rewrite.evaluate import graphs as choose_graph
@@ -31,6 +31,17 @@ def _what_stays() -> None:
     """Each profile collects garbage: what the files before have loaded is passed by."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _prices_of_one_processor() -> Iterator[None]:
+    """Choices are those of a Zen 5 wherever the tests run."""
+    own, known = prices.shipped, prices.of_device("amd-zen5")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prices, "shipped", lambda f: known if f.kind == "cpu" else own(f))
+        cache.changed()
+        yield
+    cache.changed()
 
 
 @pytest.fixture(autouse=True)
