@@ -33,8 +33,8 @@ def _what_stays() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _prices_of_one_processor() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def prices_of_one_processor() -> Iterator[None]:
     """Choices are those of a Zen 5 wherever the tests run."""
     own, known = prices.shipped, prices.of_device("amd-zen5")
     with pytest.MonkeyPatch.context() as patch:

@@ -15,6 +15,8 @@ import fastlinear as fl
 from fastlinear.report import page
 from fastlinear.rewrite.rules.gated import modules as rule
 
+pytestmark = pytest.mark.usefixtures("prices_of_one_processor")
+
 select_module = importlib.import_module("fastlinear.dispatch.select")
 
 

@@ -35,7 +35,10 @@ from tests.rewrite.list_models import (
     own,
 )
 
-pytestmark = pytest.mark.skipif(not TOGETHER, reason="unequal_linear has no kernels here")
+pytestmark = [
+    pytest.mark.usefixtures("prices_of_one_processor"),
+    pytest.mark.skipif(not TOGETHER, reason="unequal_linear has no kernels here"),
+]
 
 
 @pytest.mark.parametrize("mode", ["inference", "train"])

@@ -19,6 +19,8 @@ from fastlinear.rewrite.rules.grouped.parallel_mlps import find as grouped_paral
 from fastlinear.rewrite.rules.grouped.parallel_mlps import forward as parallel_mlps_forward
 from tests.rewrite.grouped_models import FAST, optimized, same_results
 
+pytestmark = pytest.mark.usefixtures("prices_of_one_processor")
+
 FAMILY = ("grouped_linear",)
 (_CHOICE,) = explain([torch.ones(2, 8)] * 2, [torch.ones(8, 8)] * 2).choices
 TOGETHER = _CHOICE.backend.name == "together"
