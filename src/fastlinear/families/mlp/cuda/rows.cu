@@ -228,20 +228,32 @@ __device__ __forceinline__ void load_rows(const Params& p, u32 rows, int first_r
   }
 }
 
-// This warp's 16 rows of some blocks to memory of n columns, from column `first` on.
+// This warp's 16 rows of some blocks to memory of n columns, from column `first` on: 16 bytes a lane
+// where rows begin on 16 bytes, else numbers side by side, so that a row's sectors are written whole.
 __device__ __forceinline__ void store_rows(const Params& p, unsigned short* to, int n, int pitch,
                                            u32 rows, int blocks, int first, int first_row,
                                            int warp) {
   const int lane = lane_id(), piece = lane & 7;
   const bool aligned = on_16_bytes(to, pitch);
   for (int b = 0; b < blocks; ++b) {
-    const int column = first + b * 64 + piece * 8, left = n - column;
+    const int column = first + b * 64;
+    if (!aligned) {
+      const int left = n - column - lane, count = min(p.rows - first_row - warp * 16, 16);
+      unsigned short* at = to + static_cast<long long>(first_row + warp * 16) * pitch + column + lane;
+#pragma unroll 4
+      for (int i = 0; i < count; ++i, at += pitch) {
+        const u32 from = piece_at(rows, b, warp * 16 + i, lane >> 3) + piece * 2;
+        if (left > 0) at[0] = load_shared16(from);
+        if (left > 32) at[32] = load_shared16(from ^ 64);
+      }
+      continue;
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = warp * 16 + i * 4 + (lane >> 3), at = first_row + row;
-      if (at < p.rows && left > 0) {
-        write_piece(to + static_cast<long long>(at) * pitch + column,
-                    load_shared128(piece_at(rows, b, row, piece)), left, aligned);
+      const int row = warp * 16 + i * 4 + (lane >> 3), left = n - column - piece * 8;
+      if (first_row + row < p.rows && left > 0) {
+        write_piece(to + static_cast<long long>(first_row + row) * pitch + column + piece * 8,
+                    load_shared128(piece_at(rows, b, row, piece)), left, true);
       }
     }
   }
