@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from fastlinear.calibration.calibrate import from_calls
-from fastlinear.calibration.fit import Call, fit
+from fastlinear.calibration.fit import Call, fit, moved
 from fastlinear.dispatch.prices import KNOTS, Price, Prices, interpolated, name_of
 from fastlinear.dispatch.work import Work, call, host, passed, product
 
@@ -58,12 +58,13 @@ def test_what_was_known_holds_where_nothing_was_measured() -> None:
     other = {name_of("other pass", _F32): Price(-3.0), name_of("other product", _F32): Price(-9.0)}
     before = fit(_calls(500, 1), "toy")
     before = Prices("toy", {**before.by_kind, **other})
-    few = fit([Call(c.works, c.dtype, 2 * c.us) for c in _calls(40, 3)], "toy", before)
+    calls = [Call(c.works, c.dtype, 2 * c.us) for c in _calls(40, 3)]
+    few = fit(calls, "toy", moved(before, calls))
     slower = [Call(c.works, c.dtype, 2 * c.us) for c in _calls(200, 2)]
     assert _off(few, slower)[100] < 0.12  # 40 calls of a machine that is half as fast tell all
     assert few.by_kind[name_of("other pass", _F32)] == Price(-3.0)  # no pass was measured
-    moved = few.by_kind[name_of("other product", _F32)].level
-    assert moved == pytest.approx(-9.0 + math.log(2.0), abs=0.1)
+    level = few.by_kind[name_of("other product", _F32)].level
+    assert level == pytest.approx(-9.0 + math.log(2.0), abs=0.1)
 
 
 def test_hosts_are_fitted_to_whole_calls_and_work_to_pieces() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fastlinear.calibration import drawn, ways
-from fastlinear.calibration.fit import MICROSECONDS, Call, fit
+from fastlinear.calibration.fit import MICROSECONDS, NUMBERS, Call, fit, moved
 from fastlinear.calibration.measure import (
     ALONE,
     calls_of_pieces,
@@ -33,14 +33,13 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.progress import Progress, silent
 from fastlinear.dispatch import cache, prices
 from fastlinear.dispatch.backend import WIDENED
-from fastlinear.dispatch.prices import KNOTS, Price, Prices, name_of
-from fastlinear.dispatch.work import CALL, FRESH, HOST
+from fastlinear.dispatch.prices import Price, Prices, name_of
+from fastlinear.dispatch.work import FRESH
 
 _MODES = (drawn.INFERENCE, drawn.TRAINING)
 _QUICK = {"cpu": drawn.Limit(3e8, 1 << 25), "cuda": drawn.Limit(3e11, 1 << 30)}
-"""The most of a case: many small ones tell more than few large ones."""
+"""The most of a case in ten seconds: many small ones tell more than few large ones."""
 _COMMON = (FRESH, WIDENED)
-_SMALL_PASS = 1 << 10  # numbers
 _FRESH_LOG_US = -8.3  # a byte of new memory, where nobody measured it
 _WAYS_OF = 4  # of so many cases one is measured as whole calls
 
@@ -123,36 +122,22 @@ def from_calls(
     before: Prices | None = None,
     kind: str = "cpu",
 ) -> Prices:
-    """Prices from calls of pieces; then from whole calls, what calls cost besides their numbers and
-    what else pieces do not tell; or all from whole calls, where there are no others. Of a GPU
-    (``kind="cuda"``) pieces tell the device's part, whole calls the host's."""
+    """Prices from calls of pieces and whole calls together: only both tell what a small call's
+    numbers cost from what the call costs. Of a GPU (``kind="cuda"``) pieces tell the device's part,
+    whole calls the host's."""
+    every, pull = [*pieces, *whole], MICROSECONDS if kind == "cuda" else NUMBERS
+    known = None if before is None else moved(before, every, pull)
     if kind == "cuda":
-        return fit([*pieces, *whole], device, before, pull=MICROSECONDS)
+        return fit(every, device, known, pull=pull)
     start = {name_of(FRESH, dtype): Price(_FRESH_LOG_US) for dtype in FLOAT_DTYPES}
-    known = {} if before is None else {k: _plain(price) for k, price in before.by_kind.items()}
-    found = Prices(device, start | known)
-    if not pieces:
-        return fit(whole, device, found, lambda kind: kind != FRESH)
+    found = Prices(device, start if known is None else {**start, **known.by_kind})
     # what many kinds have in common comes after them: one after the other they are small problems
-    alone = [one for one in pieces if not _has(one, WIDENED)]
-    found = fit(alone, device, found, lambda kind: kind not in _COMMON)
+    native = [one for one in every if not _has(one, WIDENED)]
+    found = fit(native, device, found, lambda kind: kind not in _COMMON)
     for common in _COMMON:
-        if with_it := [one for one in pieces if _has(one, common)]:
+        if with_it := [one for one in every if _has(one, common)]:
             found = fit(with_it, device, found, partial(eq, common))
-    found = replace(found, by_kind=_called(found.by_kind))
-    told = {name.partition(" ")[2] for name in found.by_kind}
-    return fit(whole, device, found, lambda kind: kind.endswith((HOST, CALL)) or kind not in told)
-
-
-def _plain(price: Price) -> Price:
-    """A price as it is known on another device, but for small passes: what a number costs there is
-    hard to tell from what their calls cost."""
-    numbers = price.curves.get("numbers")
-    if numbers is None:
-        return price
-    small = sum(2**knot < _SMALL_PASS for knot in KNOTS)
-    level = (numbers[small],) * small + tuple(numbers[small:])
-    return replace(price, curves={**price.curves, "numbers": level})
+    return replace(found, by_kind=_called(found.by_kind))
 
 
 def _called(alone: Mapping[str, Price]) -> dict[str, Price]:
@@ -165,6 +150,12 @@ def _called(alone: Mapping[str, Price]) -> dict[str, Price]:
     return found
 
 
+def _limit(kind: str, seconds: float) -> drawn.Limit:
+    """The most of a case: in proportion to the time, as far as cases are drawn."""
+    quick, most, times = _QUICK[kind], drawn.LIMITS[kind], max(1.0, seconds / 10)
+    return drawn.Limit(min(most.flops, quick.flops * times), min(most.bytes, quick.bytes * times))
+
+
 def _rows(
     device: torch.device, seconds: float, seed: int, progress: Progress
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -172,14 +163,14 @@ def _rows(
     pieces: list[dict[str, Any]] = []
     whole: list[dict[str, Any]] = []
     ways.wait()
-    begin = time.monotonic()
+    begin, limit = time.monotonic(), _limit(device.type, seconds)
     for turn in count():
         for name, mode in product(drawn.FAMILIES, _MODES):
             spent = time.monotonic() - begin
             if spent > seconds:
                 return pieces, whole
             progress("measuring drawn calls", int(spent * 10), int(seconds * 10))
-            case = drawn.case(name, seed, turn, device.type, mode, limit=_QUICK[device.type])
+            case = drawn.case(name, seed, turn, device.type, mode, limit=limit)
             if turn % _WAYS_OF == _WAYS_OF - 1:
                 whole.append(measure_ways(case, device))
             else:

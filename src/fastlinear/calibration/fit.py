@@ -9,7 +9,7 @@ ones: where nothing was measured, what was known holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -31,9 +31,9 @@ class Pull:
     """How strongly coefficients are drawn towards what is known or plain.
 
     Attributes:
-        level, curve, flag: towards prices known before.
+        level, curve, flag: towards nothing, where no prices were known before.
+        known: of each coefficient towards that of prices known before.
         step, bend: of curves towards level ones, and straight ones.
-        firmer: how many times as strong for curves and flags of prices known before.
         call, other: log microseconds of a call and of a unit of other work that nobody has a price
             for.
     """
@@ -41,16 +41,16 @@ class Pull:
     level: float
     curve: float
     flag: float
+    known: float
     step: float
     bend: float
-    firmer: float
     call: float
     other: float
 
 
-NUMBERS = Pull(0.01, 0.02, 0.06, 0.045, 0.15, 5.0, 0.5, -7.0)
+NUMBERS = Pull(0.01, 0.02, 0.06, 1.0, 0.045, 0.15, 0.5, -7.0)
 """Where units are numbers and multiplications (CPUs)."""
-MICROSECONDS = Pull(0.03, 0.02, 0.24, 0.72, 1.2, 5.0, 0.5, 0.0)
+MICROSECONDS = Pull(0.03, 0.02, 0.24, 1.0, 0.72, 1.2, 0.5, 0.0)
 """Where they are microseconds of an ideal device (GPUs): curves are corrections."""
 
 
@@ -75,8 +75,8 @@ def fit(
     Args:
         calls: at least one.
         device: the slug of the device they were measured on.
-        before: prices known before. Kinds of work that no call has keep theirs, but for the median
-            change of their sort.
+        before: prices known before, of this device or ``moved`` to it. Kinds of work that no call
+            has keep theirs.
         free: kind of work → whether its price is sought; else it is known before.
         pull: what holds where calls say little.
     """
@@ -89,31 +89,40 @@ def fit(
                 curves, flags = {**known.curves, **price.curves}, {**known.flags, **price.flags}
                 price = Price(price.level, curves, flags)
             found[name] = price
-    return Prices(device, found if before is None else _moved(found, before.by_kind))
+    return Prices(device, found)
 
 
-def _moved(found: Mapping[str, Price], before: Mapping[str, Price]) -> dict[str, Price]:
-    """Prices that nobody measured moved as the measured ones of their sort did, by the median: a
-    device is faster or slower as a whole."""
-    moves: dict[str, list[float]] = {}
-    for name, price in found.items():
-        if name in before and price is not before[name] and "/" not in name:
-            moves.setdefault(_sort(name), []).append(price.level - before[name].level)
-    by = {sort: float(np.median(levels)) for sort, levels in moves.items()}
+def moved(before: Prices, calls: Sequence[Call], pull: Pull = NUMBERS) -> Prices:
+    """Prices of another device, all of a sort of work and a dtype times the same: a device is
+    faster or slower as a whole. Calls that have a work without a price tell nothing."""
+    told: list[Call] = []
+    ones: dict[str, Price] = {}
+    for one in calls:
+        each = [(w, before.predict((w,), one.dtype)) for w in one.works]
+        works = tuple(
+            Work(_sort(w.kind), p.us, dtype=w.dtype) for w, p in each if p is not None and p.us > 0
+        )
+        if works and all(p is not None for _, p in each):
+            told.append(Call(works, one.dtype, one.us))
+            ones |= {name_of(w.kind, w.dtype or one.dtype): Price(0.0) for w in works}
+    if not told:
+        return before
+    times = fit(told, before.device, Prices(before.device, ones), pull=pull).by_kind
 
-    def stays(name: str) -> bool:
-        return found[name] is not before.get(name) or "/" in name or " alone " in name
+    def priced(name: str, price: Price) -> Price:
+        dtype, _, kind = name.partition(" ")
+        by = times.get(name_of(_sort(kind), dtype))
+        return price if by is None or "/" in name else replace(price, level=price.level + by.level)
 
-    return {
-        name: price if stays(name) else replace(price, level=price.level + by.get(_sort(name), 0.0))
-        for name, price in found.items()
-    }
+    return replace(before, by_kind={name: priced(name, p) for name, p in before.by_kind.items()})
 
 
-def _sort(name: str) -> str:
-    """Of a kind of work: ``"product"``, ``"host"``, ``"call"``, or ``""`` for a pass."""
-    last = name.rpartition(" ")[2]
-    return last if last in ("product", HOST.strip(), CALL.strip()) else ""
+def _sort(kind: str) -> str:
+    """Of a kind of work: ``"product"``, ``"host"``, ``"call"``, or ``"pass"`` for all others; of
+    calls from Python alone apart."""
+    first, last = kind.partition(" ")[0], kind.rpartition(" ")[2]
+    sort = last if last in ("product", HOST.strip(), CALL.strip()) else "pass"
+    return f"alone {sort}" if first == "alone" else sort
 
 
 def _independent(calls: Sequence[Call], free: Callable[[str], bool]) -> list[list[Call]]:
@@ -250,9 +259,8 @@ class _Problem:
         for (name, what, which, knot), column in self.columns.items():
             row = np.zeros(count)
             varied = what == "level" and "/" in name
-            row[column] = getattr(hold, "flag" if varied else what)
-            if what != "level" and self._before is not None and name in self._before.by_kind:
-                row[column] *= hold.firmer
+            was = self._before is not None and name in self._before.by_kind
+            row[column] = hold.known if was else getattr(hold, "flag" if varied else what)
             rows.append(row)
             if what == "curve":
                 curves.setdefault((name, which), []).append((knot, column))
