@@ -24,7 +24,6 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.dispatch import prices
 from fastlinear.dispatch.backend import family
 
-_LIMIT = drawn.Limit(3e11, 1 << 30)
 _WAYS_S = 0.3  # of the time, for whole calls, in one process when the others are done
 Row = dict[str, Any]
 
@@ -80,7 +79,7 @@ def _drawn(families: Sequence[str], seed: int, backends: Sequence[str]) -> Itera
     for index in count():
         for name in families:
             for mode in (drawn.INFERENCE, drawn.TRAINING):
-                case = drawn.case(name, seed, index, "cuda", mode, limit=_LIMIT)
+                case = drawn.case(name, seed, index, "cuda", mode)
                 if not backends or _served(case, backends):
                     yield case
 

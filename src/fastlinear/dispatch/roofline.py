@@ -117,6 +117,7 @@ def tiled(
     tiles: Tiles = LIBRARY,
     triton: bool = False,
     launched: Launched | None = None,
+    plain: bool = False,
 ) -> tuple[Work, ...]:
     """A launch that multiplies (m, k) @ (k, n), of a Problem's dtype.
 
@@ -126,12 +127,14 @@ def tiled(
         triton: whether Triton compiled the kernel: it loads 16 bytes at once only where rows are
             of multiples of 16 numbers.
         launched: the tile and its slices where they are known.
+        plain: whether a kernel of ours multiplies float32 as it is, without matrix units.
     """
+    flags += ("plain",) if plain else ()
     if launched is not None:
         flags += f"tile:{launched[0]}x{launched[1]}", *(("sliced",) if launched[2] > 1 else ())
     itemsize = FLOAT_DTYPES[p.dtype].itemsize
     inner = (k if layout[0] == "n" else m, k if layout[1] == "t" else n, n)
-    rate = flops_per_us(p, ours=tiles is not LIBRARY)
+    rate = flops_per_us(p, ours=tiles is not LIBRARY and not plain)
     sizes = {"m": m, "k": k, "n": n, "mn": m * n, "mkn": m * k * n, "kn": k * n, "mk": m * k}
     variants = (
         (layout, layout != "nt"),

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.roofline import LIBRARY, OURS, fused, hosts, swept, tiled
+from fastlinear.dispatch.roofline import (
+    LIBRARY,
+    OURS,
+    Launched,
+    capability,
+    fused,
+    hosts,
+    swept,
+    tiled,
+    units,
+)
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, flags_of
+from fastlinear.families.gated.cuda.config import config_for
 from fastlinear.families.gated.problem import NAME, PIECES, STEP, has_down
+from fastlinear.families.gated.triton.config import product_config
 from fastlinear.fastpath.autograd_node import node_work
 
 _FUSED = ("triton", "cuda")
@@ -39,7 +51,8 @@ def _forward(p: Problem, backend: str) -> tuple[Work, ...]:
     down = "n" + w
     if backend in _FUSED:
         first = f"{NAME} {backend} first"
-        found = _product(first, p, m, k, 2 * h, x + w, *flags_of(p, "bias", "order"))
+        flags = (*flags_of(p, "bias"), *(f"{order} {w}" for order in flags_of(p, "order")))
+        found = _product(first, p, m, k, 2 * h, x + w, *flags, launched=_launched(p, backend))
         found += (fused(f"{NAME} {backend} gate", p, m, h, activation, *kept),)
         return (*found, *(_product(_rest(p, backend), p, m, h, n, down) if n else ()))
     gate = f"{NAME} {backend} gate"
@@ -56,8 +69,10 @@ def _backward(p: Problem, backend: str) -> tuple[Work, ...]:
     again = p.option("recompute") == "yes"
     found = _first(p, backend, m, k, h, x + w) if again else ()
     if n:
-        dh = f"{NAME} {backend} back" if backend in _FUSED else rest
-        found += _product(dh, p, m, n, h, "n" + back) + _product(rest, p, n, m, h, "tn")
+        launched = _launched(p, backend) if backend in _FUSED else None
+        dh = rest if launched is None else f"{NAME} {backend} back"
+        found += _product(dh, p, m, n, h, "n" + back, launched=launched)
+        found += _product(rest, p, n, m, h, "tn")
     if n and backend in _FUSED:
         found += (fused(f"{NAME} {backend} derivative", p, m, h, activation, times=5),)
     else:
@@ -77,11 +92,28 @@ def _first(p: Problem, backend: str, m: int, k: int, h: int, layout: str) -> tup
     return times * _product(_rest(p, backend), p, m, k, rows, layout)
 
 
+def _launched(p: Problem, backend: str) -> Launched:
+    """The tile of the product that a fused kernel has: in the forward, of gate and up together."""
+    m, _, h, _ = _sizes(p)
+    if backend == "cuda":
+        tile = config_for(p.piece, m, h)
+        return tile.bm, tile.bn, 1
+    c = product_config(p.piece, m, h, units(), capability())
+    return c.block_m, c.block_n * (2 if p.piece == "forward" else 1), 1
+
+
 def _product(
-    kind: str, p: Problem, m: int, k: int, n: int, layout: str, *flags: str
+    kind: str,
+    p: Problem,
+    m: int,
+    k: int,
+    n: int,
+    layout: str,
+    *flags: str,
+    launched: Launched | None = None,
 ) -> tuple[Work, ...]:
-    tiles = LIBRARY if kind == "torch" else OURS
-    return tiled(kind, p, m, k, n, layout, *flags, tiles=tiles, triton=" triton " in kind)
+    tiles, triton = LIBRARY if kind == "torch" else OURS, " triton " in kind
+    return tiled(kind, p, m, k, n, layout, *flags, tiles=tiles, triton=triton, launched=launched)
 
 
 def _rest(p: Problem, backend: str) -> str:
