@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 import fastlinear as fl
 from fastlinear.families.grouped import layout as layouts
 from fastlinear.families.grouped import reference, sign_mask
+from fastlinear.families.grouped.autograd import Formula, GroupedLinear
 from fastlinear.families.grouped.sign_mask import Channels
 from tests.families.interpreted import DEVICE, compares, gpu, run_interpreted, starts_it
 
@@ -191,13 +193,19 @@ class TestOnTheDevice:
             assert (a.double() - b).norm() <= 0.02 * b.norm()
 
     def test_what_a_call_keeps_is_a_sixteenth_of_its_output(self) -> None:
+        from fastlinear.families.grouped.triton import backward, forward
+
         x, weight, bias, _ = drawn((1, 4096, 16, 128, 128), torch.bfloat16, special=False)
         given = [x.permute(0, 2, 3, 1).flatten(1, 2).requires_grad_(), weight, bias]
+        backends = forward.forward, backward.backward
         taken = []
-        for activation in ("none", "relu", "none", "relu"):
+        for place in (None, Channels(1, 4096, 16, 128)) * 2:
+            how = Formula("none", "b (g k) ...", "triton", "triton", *backends)
+            if place is not None:
+                how = replace(how, activation="relu", sign_mask=place)
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
-            y = fl.grouped_linear(*given, activation, "b (g k) ...")
+            y = GroupedLinear.apply(*given, how)
             taken.append(torch.cuda.memory_allocated() - before)
             del y
         assert taken[3] - taken[2] == 4096 * 16 * 16

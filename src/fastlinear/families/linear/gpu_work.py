@@ -147,7 +147,7 @@ def _triton(kind: str, p: Problem, sizes: tuple[int, int, int], layout: str) -> 
     if dtype.itemsize == 4:
         c = single_config.config_for(rows, depth, columns, chip, aligned, layout == "nt")
         launched = c.block_r, c.block_c, c.splits
-        plain = depth < config.TF32X3_MIN_DEPTH
+        plain = config.dot_precision(depth, rows, columns) == "ieee"
         return tiled(kind, p, *sizes, layout, tiles=OURS, launched=launched, plain=plain)
     wide = aligned or inner[0] % 16 == 0, aligned or inner[1] % 16 == 0
     c = product_config.config_for(*sizes, dtype, chip, aligned, wide)

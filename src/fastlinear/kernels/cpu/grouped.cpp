@@ -71,8 +71,7 @@ void forward(const Call& c, const T* x, const T* w, const T* bias, T* y, T* pre)
     size /= 2;
   const int64_t blocks = (c.length + size - 1) / size, tasks = bundles.count * c.batch * blocks;
   const int64_t room = by_dots(c) ? 0 : Weight::room(c.k, c.n), grain = grain_of(tasks, threads);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+  in_team(threads, [&] {
     [[maybe_unused]] const Tiles<T> tiles;
     std::vector<Weight> weights;
     int64_t held = -1;
@@ -95,7 +94,7 @@ void forward(const Call& c, const T* x, const T* w, const T* bias, T* y, T* pre)
         forward_block(c, x, w, bias, y, pre, g, b, from, std::min(size, c.length - from),
                       weights[g - g0]);
     }
-  }
+  });
 }
 
 template <class T>
@@ -143,8 +142,7 @@ void backward(const Call& c, const T* dy, const T* saved, const T* x, const T* w
   const int64_t strips = whole ? 1 : (c.n + kOutputs - 1) / kOutputs;
   const int64_t rest = whole ? bundles.count : to.dw || to.db ? c.groups * strips : 0;
   const int64_t grain = grain_of(by_rows + rest, threads);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+  in_team(threads, [&] {
     [[maybe_unused]] const Tiles<T> tiles;
 #pragma omp for schedule(dynamic, grain)
     for (int64_t task = 0; task < by_rows + rest; ++task) {
@@ -162,7 +160,7 @@ void backward(const Call& c, const T* dy, const T* saved, const T* x, const T* w
       const int64_t g = i / strips, n0 = i % strips * kOutputs, n1 = std::min(c.n, n0 + kOutputs);
       backward_part<T>(c, dy, saved, x, w, {nullptr, to.dw, to.db}, g, g + 1, 0, chunks, n0, n1);
     }
-  }
+  });
 }
 
 }  // namespace

@@ -44,12 +44,13 @@ bool forked() { return forking_thread && forking_thread == uint64_t(pthread_self
 [[maybe_unused]] const int fork_noticed =
     pthread_atfork(nullptr, nullptr, [] { forking_thread = uint64_t(pthread_self()); });
 
-// Threads for work that is worth `wanted` of them; 1 within somebody else's parallel region.
+// Threads for work that is worth `wanted` of them: one, or all, as PyTorch's own ops take them. GNU's
+// OpenMP ends those that a smaller team leaves out, and starts them anew for the next larger one.
+// One within somebody else's parallel region.
 int threads_worth(double wanted) {
 #if defined(_OPENMP)
   if (wanted < 2 || forked() || omp_in_parallel()) return 1;
-  const int most = threads_of_torch ? threads_of_torch() : omp_get_max_threads();
-  return wanted < most ? static_cast<int>(wanted) : most;
+  return threads_of_torch ? threads_of_torch() : omp_get_max_threads();
 #else
   (void)wanted;
   return 1;
@@ -67,6 +68,15 @@ void for_each(int64_t count, int threads, const Work& work) {
   }
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t i = 0; i < count; ++i) work(i);
+}
+
+// work() in each of so many threads. One alone stays out of OpenMP: inside a region of one thread, one
+// of BLAS's is nested, and starts threads of its own every time.
+template <class Work>
+void in_team(int threads, const Work& work) {
+  if (threads <= 1) return work();
+#pragma omp parallel num_threads(threads)
+  work();
 }
 
 }  // namespace

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -360,3 +363,26 @@ def test_other_default_devices_and_other_data() -> None:
         with pytest.raises(InputError, match="shapes they had in the forward"):
             torch.autograd.grad(y.sum(), x)
         w.data = kept
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are numbered elsewhere")
+def test_one_thread_alone_starts_no_others() -> None:
+    """Products of BLAS inside an OpenMP region of one thread would have threads of their own."""
+    x, weight, sizes = torch.randn(7, 256), torch.randn(12, 128, 256), torch.zeros(12).long()
+    sizes[3] = 1
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        cpp.forward(x, weight, sizes, None, "relu", False)
+        first = _newest_thread()
+        for _ in range(500):
+            cpp.forward(x, weight, sizes, None, "relu", False)
+        assert _newest_thread() - first < 250
+    finally:
+        torch.set_num_threads(before)
+
+
+def _newest_thread() -> int:
+    """The number of a thread that starts now: they count up, those of other processes as well."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(threading.get_native_id).result()

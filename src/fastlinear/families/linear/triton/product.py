@@ -12,7 +12,7 @@ import torch
 
 from fastlinear.core.device import device_facts
 from fastlinear.families.linear.triton import product_config, single_config
-from fastlinear.families.linear.triton.config import TF32X3_MIN_DEPTH
+from fastlinear.families.linear.triton.config import dot_precision
 from fastlinear.families.linear.triton.elementwise import _turn_kernel
 from fastlinear.families.linear.triton.gemm import (
     _gemm_pointer_kernel,
@@ -62,7 +62,7 @@ class Product:
         tiles = -(-rows // r) * -(-cols // c)
         interpreted = a.device.type == "cpu"
         own = activation if splits == 1 else "none"  # else the sum of the slices ends with it
-        choices = (own, math_of(a.dtype), dot_precision(depth), r, c, d)
+        choices = (own, math_of(a.dtype), dot_precision(depth, rows, cols), r, c, d)
         self._transpose = (False, False)
         split_rows = rows
         if config.kind == "tma":
@@ -291,15 +291,3 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 def math_of(dtype: torch.dtype) -> str:
     """How activations are evaluated for results of this dtype."""
     return "exact" if dtype is torch.float32 else "fast"
-
-
-def dot_precision(depth: int) -> str:
-    """Scheme of a float32 product (16-bit ones ignore it), whatever precision the user allows.
-
-    Three TF32 products: on an H200 their error stays near 1.0e-7, while that of torch's own float32
-    product grows with the depth: 5.9e-8 at 16, 1.1e-7 at 64, 1.5e-7 at 128, 2.0e-7 at 256. Short
-    products take plain float32 arithmetic. A single TF32 product is not offered: Triton truncates
-    the operands, which costs more than twice the error of cuBLAS's rounded ones (5.8e-4 against
-    2.2e-4).
-    """
-    return "tf32x3" if depth >= TF32X3_MIN_DEPTH else "ieee"

@@ -51,15 +51,14 @@ void forward(const Ragged& c, const Bounds& bounds, const T* x, const T* w, cons
       tasks.add(kForward, g, bounds.begin[g], bounds.begin[g + 1], c.n, size + Cuts<T>::kBesides);
   add_rest(tasks, c, bounds);
   if (!tasks.even()) tasks.cut(Cuts<T>::kForwardColumns, Cuts<T>::kForwardRows);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+  in_team(threads, [&] {
     [[maybe_unused]] const Tiles<T> tiles;
     tasks.run(this_thread(), false, [&](const Task& t) {
       if (t.kind == kForward) return forward_task(c, t, x, w, bias, y, pre);
       fill_zeros(y, t, c.n);
       fill_zeros(pre, t, c.n);
     });
-  }
+  });
 }
 
 template <class T>
@@ -89,8 +88,7 @@ void backward(const Ragged& c, const Bounds& bounds, const T* dy, const T* saved
   }
   constexpr int64_t kRows = 16;
   const int64_t first = apart && saved && room ? bounds.owned() : 0;  // rows derived by all threads
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+  in_team(threads, [&] {
     [[maybe_unused]] const Tiles<T> tiles;
     if (first > 0) {
 #pragma omp for schedule(static)
@@ -101,7 +99,7 @@ void backward(const Ragged& c, const Bounds& bounds, const T* dy, const T* saved
       if (t.kind != kZeros) return backward_task(c, t, dy, saved, x, w, dx, dw, db, room);
       fill_zeros(dx, t, c.k);
     });
-  }
+  });
 }
 
 }  // namespace

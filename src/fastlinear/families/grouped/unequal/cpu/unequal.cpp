@@ -78,8 +78,10 @@ void split(int64_t size, int64_t parts, int64_t unit, Add add) {
 
 template <class Run>
 void run_all(const std::vector<Task>& tasks, int threads, Run run) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-  for (size_t i = 0; i < tasks.size(); ++i) run(tasks[i]);
+  in_team(threads, [&] {
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < tasks.size(); ++i) run(tasks[i]);
+  });
 }
 
 template <class T>
