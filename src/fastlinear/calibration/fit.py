@@ -50,7 +50,7 @@ class Pull:
 
 NUMBERS = Pull(0.01, 0.02, 0.06, 1.0, 0.045, 0.15, 0.5, -7.0)
 """Where units are numbers and multiplications (CPUs)."""
-MICROSECONDS = Pull(0.03, 0.02, 0.24, 1.0, 0.72, 1.2, 0.5, 0.0)
+MICROSECONDS = Pull(0.03, 0.02, 0.24, 3.0, 0.72, 1.2, 0.5, 0.0)
 """Where they are microseconds of an ideal device (GPUs): curves are corrections."""
 
 
