@@ -124,6 +124,22 @@ def test_rows_of_whole_loads_are_loaded_at_once(
     assert all("0x10" in line for line in loads)
 
 
+@pytest.mark.parametrize("depth", [64, 96, 200])
+def test_precision_follows_the_rows_but_in_batch_invariant_calls(
+    depth: int, launches: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_product, "capability_of", lambda device: (9, 0))
+    weight = meta(256, depth, dtype=torch.float32)
+    for rows in (100, 1000):
+        x = meta(rows, depth, dtype=torch.float32)
+        invariant = triton_product.batch_invariant_config(x, weight.t())
+        for config in (None, invariant):
+            backend.forward(x, weight, None, "none", False, config=config)
+    plain = ["ieee" in launch.rest for launch in launches if launch.name.startswith("_gemm")]
+    assert plain[1] == plain[3]
+    assert plain == {64: [True] * 4, 96: [True, True, False, True], 200: [False] * 4}[depth]
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("M", [64, 512, 8192])
 def test_forward_of_a_weight_stored_the_other_way(

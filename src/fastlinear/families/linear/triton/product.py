@@ -41,7 +41,12 @@ _TURN_BLOCK = 64
 class Product:
     """Launches of out = act(a @ b + bias) for operands of one kind.
 
-    a is (rows, depth), b (depth, cols).
+    Args:
+        a: (rows, depth).
+        b: (depth, cols).
+        activation: of out.
+        config: how to launch it.
+        precision: of float32 products; by default one that any number of rows has.
     """
 
     __slots__ = ("_launch", "_sum", "_transpose", "_workspace")
@@ -52,6 +57,7 @@ class Product:
         b: Tensor,
         activation: str,
         config: GemmConfig,
+        precision: str = "",
     ) -> None:
         rows, cols, depth = a.shape[0], b.shape[1], a.shape[1]
         r, c, d = config.block_r, config.block_c, config.block_d
@@ -62,7 +68,7 @@ class Product:
         tiles = -(-rows // r) * -(-cols // c)
         interpreted = a.device.type == "cpu"
         own = activation if splits == 1 else "none"  # else the sum of the slices ends with it
-        choices = (own, math_of(a.dtype), dot_precision(depth, rows, cols), r, c, d)
+        choices = (own, math_of(a.dtype), precision or dot_precision(depth), r, c, d)
         self._transpose = (False, False)
         split_rows = rows
         if config.kind == "tma":
@@ -141,12 +147,14 @@ class Turned:
         a: (rows, depth); turned where its depth is not contiguous, rows being so.
         b: (depth, cols), likewise.
         activation: of the product.
-        config: of the product of the copies.
+        config, precision: of the product of the copies.
     """
 
     __slots__ = ("_a", "_b", "_product")
 
-    def __init__(self, a: Tensor, b: Tensor, activation: str, config: GemmConfig) -> None:
+    def __init__(
+        self, a: Tensor, b: Tensor, activation: str, config: GemmConfig, precision: str
+    ) -> None:
         turn_a, turn_b = _across(a, b)
         self._a = Turn(a.t()) if turn_a else None
         self._b = Turn(b) if turn_b else None
@@ -155,7 +163,7 @@ class Turned:
             a = a.as_strided((rows, depth), (depth, 1))
         if turn_b:
             b = b.as_strided((depth, cols), (1, depth))
-        self._product = Product(a, b, activation, config)
+        self._product = Product(a, b, activation, config, precision)
 
     def run(
         self, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None
@@ -198,7 +206,8 @@ def product(a: Tensor, b: Tensor, activation: str = "none") -> Product | Turned:
         turn = aligned and any(across) and _turning_pays(a, b)
         config = _single_config(a, b, turn or not any(across))
         config = _within(config, rows, cols)
-        return Turned(a, b, activation, config) if turn else Product(a, b, activation, config)
+        how = activation, config, dot_precision(depth, rows, cols)
+        return Turned(a, b, *how) if turn else Product(a, b, *how)
     sizes = rows, depth, cols, a.dtype, capability
     config = product_config.config_for(*sizes, aligned, wide_operands(a, b))
     return Product(a, b, activation, config)
