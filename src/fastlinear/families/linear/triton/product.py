@@ -153,7 +153,7 @@ class Turned:
     __slots__ = ("_a", "_b", "_product")
 
     def __init__(
-        self, a: Tensor, b: Tensor, activation: str, config: GemmConfig, precision: str
+        self, a: Tensor, b: Tensor, activation: str, config: GemmConfig, precision: str = ""
     ) -> None:
         turn_a, turn_b = _across(a, b)
         self._a = Turn(a.t()) if turn_a else None
