@@ -188,11 +188,8 @@ class TestOnHopper:
     def test_what_a_call_keeps_is_a_sixteenth_of_its_output(self) -> None:
         x, weight, bias, _ = drawn((1, 4096), (16, 256, 256), torch.bfloat16, "tokens")
         given = [t.requires_grad_() for t in (users(x, "... (g k)"), weight, bias)]
-        place, backends = (
-            Boxes(1, 4096, 16, 256),
-            (weight_stationary.forward, wide_backward.backward),
-        )
-        how = Formula("relu", "... (g k)", "weight_stationary", "wide", *backends, place)
+        runs = weight_stationary.forward, wide_backward.backward, Boxes(1, 4096, 16, 256)
+        how = Formula("relu", "... (g k)", "weight_stationary", "wide", *runs)
         for _ in range(3):
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()

@@ -38,7 +38,6 @@ from fastlinear.families.linear.triton import config
 from fastlinear.kernels import CPP_SOURCES, CUDA_SOURCES, TRITON_SOURCES
 
 _HERE = "fastlinear.families.linear"
-_TF32X3_MIN_DEPTH = 128  # shorter products take plain float32 arithmetic
 _EXACT_ROWS = 4  # up to here kernels multiply and add in float32
 _FAST_TF32 = ((8, 0), (9, 0), (10, 0), (10, 3))  # capabilities
 _FEWEST_ROWS, _FEW_ROWS, _LEAST_DEPTH = 16, 128, 1024
@@ -88,7 +87,7 @@ def _reason_not_precise(p: Problem) -> str | None:
     if p.dtype != "float32" or p.precision != "highest":
         return None
     depth = p.dim("K" if p.piece == "forward" else "N")
-    few = _EXACT_ROWS < p.dim("M") <= _FEW_ROWS and depth >= _TF32X3_MIN_DEPTH
+    few = _EXACT_ROWS < p.dim("M") <= _FEW_ROWS and depth >= config.TF32X3_MIN_DEPTH
     if few and (p.dim("M") <= _FEWEST_ROWS or depth < _LEAST_DEPTH):
         return "three TF32 products of so few rows are less accurate than PyTorch's float32"
     return None

@@ -86,7 +86,7 @@ ONE_TILE_ROWS = 128
 """Rows of x up to which one tile may hold them all in the whole backward."""
 TF32X3_MIN_DEPTH = 128
 """Depth of a float32 product of few rows from which three TF32 products are as exact as torch's."""
-_MANY_MIN_DEPTH = 80
+_MANY_MIN_DEPTH = 96
 _FEW_ROWS = 128
 TF32X3_MIN_ROWS = 32
 """Of x, from which they are as exact as torch's own dW."""
@@ -97,7 +97,7 @@ def dot_precision(depth: int, rows: int = 1, cols: int = 1) -> str:
 
     Three TF32 products: on an H200 their error stays near 1.3e-7, while that of torch's own float32
     product grows with the depth: 5.9e-8 at 16, 1.45e-7 at 64, 1.8e-7 at 96 (where all numbers are
-    positive 1.15e-7 and 1.5e-7); it is less for few rows. Short products take plain float32
+    positive 1.15e-7 and 1.47e-7); it is less for few rows. Short products take plain float32
     arithmetic, two to three times as long. A single TF32 product is not offered: Triton truncates
     the operands, which costs more than twice the error of cuBLAS's rounded ones (5.8e-4 against
     2.2e-4).
