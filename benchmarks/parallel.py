@@ -1,16 +1,17 @@
 """Measuring by many processes on a machine's like GPUs: kernels are compiled side by side, and
-timed one at a time on each GPU."""
+timed one at a time on each GPU. Who needs a quiet machine has the other processes stopped."""
 
 from __future__ import annotations
 
 import os
 import queue
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any, TypeVar
 
 import torch
@@ -20,46 +21,72 @@ from fastlinear.calibration import measure
 _SHARE = 1.4  # of the memory, of all processes together: few need theirs at once
 _GRACE_S = 10.0
 _LOOK_S = 0.5
-_PATIENCE_S = 120.0  # with a process that ended without a word
+_PATIENCE_S = 20.0
+_SETTLE_S = 0.05  # what a GPU still does for processes that were stopped
 T = TypeVar("T")
 
 
 class _Turns:
-    """Of the processes on a GPU one times while no other uses it, or many prepare."""
+    """The processes on one GPU, of which one at a time measures."""
 
-    def __init__(self, context: Any) -> None:
-        self._changed = context.Condition()
-        self._preparing, self._waiting, self._timing = (context.RawValue("i", 0) for _ in range(3))
+    def __init__(self, context: Any, jobs: int) -> None:
+        self._lock = context.Lock()
+        self._groups = context.RawArray("i", jobs)
+        self._holder = context.RawValue("i", 0)
+        self._stopped = context.RawValue("d", 0.0)
+
+    def join(self, index: int) -> None:
+        """Called by each process first; not before who measures has finished."""
+        os.setpgrp()  # with the compilers that it starts
+        with self._lock:
+            self._groups[index] = os.getpid()
 
     @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """Others prepare as well; who waits to time comes first."""
-        with self._changed:
-            busy = self._waiting, self._timing
-            self._changed.wait_for(lambda: not any(b.value for b in busy), _PATIENCE_S)
-            self._preparing.value += 1
+    def exclusive(self) -> Iterator[None]:
+        """No other process measures."""
+        with self._lock:
+            self._holder.value = os.getpid()
+            try:
+                yield
+            finally:
+                self._holder.value = 0
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Inside ``exclusive``: the others do not do anything else either, they are stopped. What
+        is called here has to wait for none of them: it has run before."""
+        self._stopped.value = time.monotonic()
+        self._signal(signal.SIGSTOP)
+        time.sleep(_SETTLE_S)
         try:
             yield
         finally:
-            with self._changed:
-                self._preparing.value -= 1
-                self._changed.notify_all()
+            self._stopped.value = 0.0
+            self._signal(signal.SIGCONT)
 
-    @contextmanager
-    def timing(self) -> Iterator[None]:
-        """Nobody else does anything."""
-        with self._changed:
-            self._waiting.value += 1
-            busy = self._preparing, self._timing
-            self._changed.wait_for(lambda: not any(b.value for b in busy), _PATIENCE_S)
-            self._waiting.value -= 1
-            self._timing.value = 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._timing.value = 0
-                self._changed.notify_all()
+    def mend(self) -> None:
+        """Let the others go on if the one that measures is gone, or may wait for one of them."""
+        holder, stopped = self._holder.value, self._stopped.value
+        gone = holder and not _runs(holder) and holder == self._holder.value
+        if gone or (stopped and time.monotonic() - stopped > _PATIENCE_S):
+            self._signal(signal.SIGCONT)
+        if gone:
+            self._holder.value, self._stopped.value = 0, 0.0
+            self._lock.release()
+
+    def end(self) -> None:
+        """End all processes, one that compiles still too."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, sent: signal.Signals) -> None:
+        for group in self._groups:
+            if group and group != os.getpid():
+                with suppress(ProcessLookupError):
+                    os.killpg(group, sent)
+
+
+def _runs(pid: int) -> bool:
+    return any(process.pid == pid for process in active_children())
 
 
 def measured(
@@ -73,8 +100,8 @@ def measured(
     """Each task, what ``work`` found, and why it found nothing; in the order they finish.
 
     Args:
-        work: measures a task on a device, which it times inside ``measure.exclusive``; of what it
-            does inside ``measure.preparing`` times are free.
+        work: measures a task on a device, and times it inside ``measure.exclusive``, and there
+            inside ``measure.undisturbed`` if what other processes do would disturb it.
         tasks: makes all tasks, in every process again. They may have no end.
         device: a type of device; the processes take turns at its indices.
         jobs: processes; at least one for each GPU.
@@ -84,7 +111,7 @@ def measured(
     found: Any = context.Queue()
     count = torch.cuda.device_count() if device == "cuda" else 1
     jobs = max(jobs, count)
-    turns = [_Turns(context) for _ in range(count)]
+    turns = [_Turns(context, jobs) for _ in range(count)]
     how = (jobs, count, device, turns, end, found)
     running = [
         context.Process(target=_process, args=(work, tasks, i, *how), daemon=True)
@@ -100,9 +127,13 @@ def measured(
             except queue.Empty:
                 if not alive:
                     return
+                for each in turns:
+                    each.mend()
     finally:
+        for each in turns:
+            each.end()
         for process in running:
-            process.terminate()  # one that compiles still
+            process.kill()  # one that has not joined yet
 
 
 def _process(
@@ -122,8 +153,9 @@ def _process(
     if device == "cuda":
         torch.cuda.set_device(place)
         torch.cuda.set_per_process_memory_fraction(min(1.0, _SHARE * devices / jobs))
-    measure.exclusive = turns[index % devices].timing
-    measure.preparing = turns[index % devices].preparing
+    mine = turns[index % devices]
+    mine.join(index)
+    measure.exclusive, measure.undisturbed = mine.exclusive, mine.undisturbed
     for task in islice(tasks(), index, None, jobs):
         if time.time() > end:
             return

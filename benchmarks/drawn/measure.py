@@ -52,24 +52,26 @@ def measure(
     metric = "device" if p.captured else "wall"
     failed: dict[str, str] = {}
     with nullcontext() if train else torch.no_grad():
-        with timed.preparing():
-            arguments, dy = ways.inputs_of(drawn, device, 0)
-            every = _arms(drawn, arguments, skip, invariant, failed)
-            for arm in every:
-                with suppress(Exception):  # told when it is judged
-                    ways.runner(arm, arguments, dy, train)()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        with timed.exclusive():
-            more = range(1, input_sets(p, (*arguments[:3], dy)))
-            sets = [(arguments, dy), *(ways.inputs_of(drawn, device, turn) for turn in more)]
-            taking = _sound(drawn, device, arguments, dy, every, failed)
-            runs = {}
-            for arm in taking:
-                each = [(ways.runner(arm, *one, train),) for one in sets]
-                runs[arm.name] = rotating(lambda run: run(), each)
-            how: Any = {"metric": metric, "rounds": rounds, "budget_s": budget_s}
-            samples = interleave(runs, device=device, **how)
+        arguments, dy = ways.inputs_of(drawn, device, 0)
+        every = _arms(drawn, arguments, skip, invariant, failed)
+        for arm in every:
+            with suppress(Exception):  # told when it is judged
+                ways.runner(arm, arguments, dy, train)()
+        taking = _sound(drawn, device, arguments, dy, every, failed)
+        more = range(1, input_sets(p, (*arguments[:3], dy)))
+        sets = [(arguments, dy), *(ways.inputs_of(drawn, device, turn) for turn in more)]
+        runs = {}
+        for arm in taking:
+            each = [(ways.runner(arm, *one, train),) for one in sets]
+            for (run,) in each:
+                run()
+            runs[arm.name] = rotating(lambda run: run(), each)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        with timed.exclusive(), timed.undisturbed():
+            samples = interleave(
+                runs, device=device, metric=metric, rounds=rounds, budget_s=budget_s
+            )
     asked = ways.posed(drawn, arguments)
     explained = ways.front_of(p.family).spec.choices(asked, None, (*arguments, None))
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterable
 
@@ -11,23 +12,39 @@ import torch
 from benchmarks.parallel import measured
 from fastlinear.calibration import measure
 
-Span = tuple[float, float]
+Spans = list[float]
+_GAP_S = 0.03  # how late a process may be when it is stopped or goes on
+_TIMED_S = 0.15
 
 
-def task(number: int, device: torch.device) -> tuple[int, Span, Span]:
+def worked(seconds: float) -> Spans:
+    """When this process was at work."""
+    seen = [time.monotonic()]
+    while seen[-1] < seen[0] + seconds:
+        time.sleep(0.001)
+        seen.append(time.monotonic())
+    return seen
+
+
+def task(number: int, device: torch.device) -> tuple[int, Spans, Spans]:
     if number == 3:
         raise ValueError("of no use")
-    spans = []
-    for phase in (measure.preparing, measure.exclusive):
-        with phase():
-            begin = time.monotonic()
-            time.sleep(0.05)
-            spans.append((begin, time.monotonic()))
-    return os.getpid(), *spans
+    prepared = worked(0.4)
+    with measure.exclusive(), measure.undisturbed():
+        return os.getpid(), prepared, worked(_TIMED_S)
 
 
 def tasks() -> Iterable[int]:
     return range(12)
+
+
+def dies(number: int, device: torch.device) -> int:
+    if number == 0:
+        with measure.exclusive(), measure.undisturbed():
+            os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.3)
+    with measure.exclusive():
+        return number
 
 
 def test_one_times_while_nobody_else_works() -> None:
@@ -36,9 +53,16 @@ def test_one_times_while_nobody_else_works() -> None:
     assert [why for number, _, why in found if number == 3] == ["ValueError: of no use"]
     rows = [row for number, row, _ in found if number != 3]
     assert len({pid for pid, _, _ in rows}) == 3
-    timed = [row[2] for row in rows]
-    for i, (begin, end) in enumerate(timed):
-        others = [row[1] for row in rows] + timed[:i] + timed[i + 1 :]
-        assert all(last <= begin or end <= first for first, last in others)
-    prepared = [row[1] for row in rows]
-    assert any(a[0] < b[0] < a[1] for a in prepared for b in prepared), "some prepare side by side"
+    stopped = 0
+    for pid, _, (begin, *_, end) in rows:
+        inside = begin + _GAP_S, end - _GAP_S
+        for other, prepared, timed in rows:
+            if other != pid:
+                assert not any(inside[0] < at < inside[1] for at in (*prepared, *timed))
+                stopped += prepared[0] < begin and end < prepared[-1]
+    assert stopped, "of a process that prepared and was stopped meanwhile"
+
+
+def test_the_others_go_on_if_one_is_gone() -> None:
+    found = list(measured(dies, tasks, device="cpu", jobs=3, end=time.time() + 120))
+    assert sorted(number for number, _, _ in found) == [n for n in range(12) if n % 3]

@@ -38,8 +38,8 @@ _MOST_SETS, _LEAST_CALLS = 24, 16
 _MOST_REPLAYS, _ALIKE = 30, 1.03
 exclusive: Callable[[], AbstractContextManager[object]] = nullcontext
 """Entered while a GPU is timed or has long work: processes that share one put a lock here."""
-preparing: Callable[[], AbstractContextManager[object]] = nullcontext
-"""Entered while kernels are compiled and run for the first time: others then time nothing."""
+undisturbed: Callable[[], AbstractContextManager[object]] = nullcontext
+"""Entered inside that where the host is timed too: the other processes must not run meanwhile."""
 _COMPOSED = ("pieces", "layerwise")  # of what other Problems choose
 
 

@@ -110,6 +110,17 @@ def test_features_side_by_side_stay_so() -> None:
 
 
 @compares
+@pytest.mark.parametrize("size", [(33, 21), (7, 50), (5, 301), (130, 17)], ids=str)
+def test_features_of_odd_length_side_by_side(size: tuple[int, int]) -> None:
+    how: Any = {"dtype": "float32", "device": DEVICE, "activation": "silu", "x_layout": "strided"}
+    for residual in (True, False):
+        p = problem("forward", *size, **how, residual=residual)
+        inputs = family("diagonal_linear").make_inputs(p, torch.device(DEVICE), 0)
+        for config in (None, SMALL):
+            assert wrong("forward", inputs, config=config) == [], p.describe()
+
+
+@compares
 @pytest.mark.parametrize("config", [None, SMALL], ids=["chosen", "small"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("piece", ["forward", "backward"])

@@ -48,5 +48,16 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
             flags,
             (activation,),
         ),
-        *fresh(every * n, p.dtype, kept=backend in ("cpp", "together")),
+        *(
+            work
+            for numbers in _results(p, every, filled)
+            for work in fresh(numbers, p.dtype, kept=backend in ("cpp", "together"))
+        ),
     )
+
+
+def _results(p: Problem, rows: float, groups: float) -> tuple[float, ...]:
+    """Numbers of each large result: y, dx and dW."""
+    k, n = p.dim("K"), p.dim("N")
+    forward, backward = (rows * n,), (rows * k, groups * k * n)
+    return {PIECES[0]: forward, PIECES[1]: backward}.get(p.piece, (*forward, *backward))

@@ -198,7 +198,7 @@ def _forward_launch(
     m, k = x.shape
     own = config or forward_config.config_for(m, k, x.itemsize, activation)
     strides = [k if t is None or m == 1 else t.stride(0) for t in (x, residual)]
-    made = cut(m, k, not turned and all(s == k for s in strides), _units(x), own)
+    made = cut(m, k, all(s == k for s in strides), _units(x), own)
     more = made.last % VECTOR if made.fold > 1 else 0
     made = replace(made, last=made.last - more)
     return EarlyLaunch(
@@ -209,6 +209,7 @@ def _forward_launch(
             *(_stride(made, s, k) for s in strides),
             *_choices(made, activation, x, own),
             turned,
+            turned and k >= made.block_k,
             more,
         ),
         x.device,

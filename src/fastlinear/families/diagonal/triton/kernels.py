@@ -25,6 +25,29 @@ def _parameters(ptr, col_offs, K, WIDTH, FOLDED: tl.constexpr, EVEN: tl.constexp
 
 
 @triton.jit
+def _turned_parameters(
+    ptr, row_offs, col, col_offs, K, WIDTH, widths, FOLDED: tl.constexpr, PAIRED: tl.constexpr
+):
+    """The numbers of a parameter for the columns, from col on, of rows of one or several features.
+
+    Rows have ``widths`` numbers, K of a feature; with PAIRED a tile's columns lie in two features.
+    """
+    first = col // K
+    offs = row_offs * (WIDTH // K) + first
+    if not FOLDED:
+        value = tl.load(ptr + offs, mask=widths > 0, other=0.0)[:, None]
+    elif PAIRED:
+        end = (first + 1) * K
+        one = tl.load(ptr + offs, mask=first * K < widths, other=0.0)
+        two = tl.load(ptr + offs + 1, mask=end < widths, other=0.0)
+        value = tl.where((col_offs < end)[None, :], one[:, None], two[:, None])
+    else:
+        offs = offs[:, None] + (col_offs // K - first)[None, :]
+        value = tl.load(ptr + offs, mask=col_offs[None, :] < widths[:, None], other=0.0)
+    return value.to(tl.float32)
+
+
+@triton.jit
 def _begin(EARLY: tl.constexpr):
     """Wait for the end of the kernel before; with "first" the next one may begin now."""
     if EARLY == "first":
@@ -62,10 +85,15 @@ def _store(ptr, row_offs, col_offs, WIDTH, mask, value, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _widths(row_offs, ROWS, WIDTH, LAST):
+    """Numbers of each row; 0 of one that does not exist."""
+    return tl.where(row_offs < ROWS - 1, WIDTH, tl.where(row_offs < ROWS, LAST, 0))
+
+
+@triton.jit
 def _inside(row_offs, col_offs, ROWS, WIDTH, LAST):
     """Which numbers of a tile exist: the last row is shorter than the others."""
-    widths = tl.where(row_offs < ROWS - 1, WIDTH, tl.where(row_offs < ROWS, LAST, 0))
-    return col_offs[None, :] < widths[:, None]
+    return col_offs[None, :] < _widths(row_offs, ROWS, WIDTH, LAST)[:, None]
 
 
 @triton.jit
@@ -92,18 +120,21 @@ def _diagonal_linear_fwd_kernel(
     EVEN: tl.constexpr,
     EARLY: tl.constexpr,
     TURNED: tl.constexpr,
+    PAIRED: tl.constexpr,
     MORE: tl.constexpr,
 ):
     """One program computes y = act(x w + b) + residual on BLOCK_K columns of every STRIPS-th tile
     of BLOCK_M rows.
 
     BLOCKS programs share a tile's rows. y is dense. b_ptr and residual_ptr may be None. With EVEN
-    every tile lies inside. With TURNED a row is a feature: each has a number of w and of b. MORE
-    numbers, fewer than 16, follow LAST: 16 bytes move at once only where rows are multiples of 16.
+    every tile lies inside. With TURNED a row is a feature, or several: each has a number of w and
+    of b; PAIRED as in ``_turned_parameters``. MORE numbers, fewer than 16, follow LAST: 16 bytes
+    move at once only where rows are multiples of 16.
     """
     _begin(EARLY)
     strip = tl.program_id(0) // BLOCKS
-    col_offs = (tl.program_id(0) % BLOCKS) * BLOCK_K + tl.arange(0, BLOCK_K)
+    col = (tl.program_id(0) % BLOCKS) * BLOCK_K
+    col_offs = col + tl.arange(0, BLOCK_K)
     if not TURNED:
         w = _parameters(w_ptr, col_offs, K, WIDTH, FOLDED, EVEN)[None, :]
         if b_ptr is not None:
@@ -112,9 +143,12 @@ def _diagonal_linear_fwd_kernel(
         row_offs = row + tl.arange(0, BLOCK_M)
         mask = _inside(row_offs, col_offs, ROWS, WIDTH, LAST)
         if TURNED:
-            w = _parameters(w_ptr, row_offs, K, ROWS, False, EVEN)[:, None]
+            widths = _widths(row_offs, ROWS, WIDTH, LAST)
+            w = _turned_parameters(w_ptr, row_offs, col, col_offs, K, WIDTH, widths, FOLDED, PAIRED)
             if b_ptr is not None:
-                b = _parameters(b_ptr, row_offs, K, ROWS, False, EVEN)[:, None]
+                b = _turned_parameters(
+                    b_ptr, row_offs, col, col_offs, K, WIDTH, widths, FOLDED, PAIRED
+                )
         pre = _tile(x_ptr, row_offs, col_offs, x_row_stride, mask, EVEN) * w
         if b_ptr is not None:
             pre += b
@@ -127,9 +161,17 @@ def _diagonal_linear_fwd_kernel(
         last_row = ROWS - 1 + tl.arange(0, 1)
         here = (tl.arange(0, 16) < MORE)[None, :]
         rest = _tile(x_ptr, last_row, cols, x_row_stride, here, False)
-        rest *= _parameters(w_ptr, cols, K, WIDTH, True, False)[None, :]
-        if b_ptr is not None:
-            rest += _parameters(b_ptr, cols, K, WIDTH, True, False)[None, :]
+        if TURNED:
+            all_of = _widths(last_row, ROWS, WIDTH, LAST + MORE)
+            rest *= _turned_parameters(w_ptr, last_row, LAST, cols, K, WIDTH, all_of, True, PAIRED)
+            if b_ptr is not None:
+                rest += _turned_parameters(
+                    b_ptr, last_row, LAST, cols, K, WIDTH, all_of, True, PAIRED
+                )
+        else:
+            rest *= _parameters(w_ptr, cols, K, WIDTH, True, False)[None, :]
+            if b_ptr is not None:
+                rest += _parameters(b_ptr, cols, K, WIDTH, True, False)[None, :]
         rest = activation(rest, ACTIVATION, MATH)
         if residual_ptr is not None:
             rest += _tile(residual_ptr, last_row, cols, residual_row_stride, here, False)
