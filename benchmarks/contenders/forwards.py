@@ -70,15 +70,34 @@ _MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def sequential(stack: Stack) -> nn.Sequential:
-    """The stack as models hold it, over these very parameters."""
+class _WithSkips(nn.Module):
+    """Layers, some of which take the input before what the layer below gives."""
+
+    def __init__(self, layers: list[nn.Module], skips: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.skips = skips
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, linears = x, 0
+        for layer in self.layers:
+            if isinstance(layer, nn.Linear):
+                h = torch.cat((x, h), -1) if linears in self.skips else h
+                linears += 1
+            h = layer(h)
+        return h
+
+
+def sequential(stack: Stack) -> nn.Module:
+    """The stack as models hold it, over these very parameters: an ``nn.Sequential``, if no layer
+    takes the input again."""
     layers: list[nn.Module] = []
     for weight, bias, name in zip(stack.weights, stack.biases, stack.activations, strict=True):
         layers.append(_holding(nn.Linear, weight, bias))
         if name != "none":
             make = _MODULES.get(name)
             layers.append(make() if make else _Act(name))
-    return nn.Sequential(*layers)
+    return _WithSkips(layers, stack.skips) if stack.skips else nn.Sequential(*layers)
 
 
 def _holding(kind: Any, weight: Tensor, bias: Tensor | None, **options: Any) -> nn.Module:

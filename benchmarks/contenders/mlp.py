@@ -26,13 +26,22 @@ from benchmarks.harness.peer import (
     no_compiler,
     no_reduce_overhead,
 )
-from benchmarks.harness.work import Forward, Stack, Unit, Work, final_of, widths_of
+from benchmarks.harness.work import (
+    Forward,
+    Stack,
+    Unit,
+    Work,
+    final_of,
+    skips_of,
+    widths_of,
+)
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.families.mlp import backends
 from fastlinear.families.mlp.op import mlp
+from fastlinear.families.mlp.parts import parts
 from fastlinear.families.mlp.selection import choices_of, tuning_order
 
 _TRITON = ("whole_triton",)  # Triton keeps kernels on disk; ours in CUDA C++ are not kept
@@ -91,35 +100,46 @@ def peers(case: Case) -> tuple[Peer, ...]:
     )
 
 
-def problem_of(case: Case) -> Problem:
-    """The Problem dispatch sees for the forward of a case."""
-    return backends.problem(
-        "forward",
-        case.dim("M"),
-        widths_of(case),
-        dtype=case.dtype,
-        device=case.device,
-        activation=case.option("activation"),
-        final_activation=final_of(case),
-        bias="no" if case.option("bias") == "no" else "yes",
-        needs_grad=case.needs_grad,
-        precision=matmul_precision(FLOAT_DTYPES[case.dtype]),
-    )
+def problems_of(case: Case) -> list[Problem]:
+    """The Problems dispatch sees for the forward of a case, one a part of the chain."""
+    widths, skips, final = widths_of(case), skips_of(case), final_of(case)
+    names = (*(case.option("activation"),) * (len(widths) - 2), final)
+    found = []
+    for begin, end in parts(names, skips):
+        taken = widths[begin] + (widths[0] if begin in skips else 0)
+        found.append(
+            backends.problem(
+                "forward",
+                case.dim("M"),
+                (taken, *widths[begin + 1 : end + 1]),
+                dtype=case.dtype,
+                device=case.device,
+                activation=names[begin],
+                final_activation=names[end - 1],
+                bias="no" if case.option("bias") == "no" else "yes",
+                needs_grad=case.needs_grad,
+                precision=matmul_precision(FLOAT_DTYPES[case.dtype]),
+            )
+        )
+    return found
 
 
 def chosen(case: Case, work: Work, captured: bool) -> dict[str, str]:
     """What dispatch takes for a case, in a CUDA graph or not."""
-    return chosen_pieces(choices_of, problem_of(case), captured)
+    each = [chosen_pieces(choices_of, p, captured) for p in problems_of(case)]
+    return {piece: ", ".join(one[piece] for one in each if piece in one) for piece in each[0]}
 
 
 def tune(case: Case, device: torch.device) -> None:
     """Tune every piece and the layers it may be made of, on a GPU inside CUDA graphs as well."""
-    tune_pieces(tuning_order, problem_of(case), device)
+    for p in problems_of(case):
+        tune_pieces(tuning_order, p, device)
 
 
 def _forced(backend: Backend, precompile: bool) -> Peer:
     def reason_not(case: Case) -> str | None:
-        return backend.reason_not(problem_of(case))
+        reasons = (backend.reason_not(p) for p in problems_of(case))
+        return next((reason for reason in reasons if reason is not None), None)
 
     name = f"{OURS}[{backend.name}]"
     return Peer(name, lambda w: w.unit(_ours(backend.name)), reason_not, precompile=precompile)
@@ -137,6 +157,7 @@ def _ours(backend: str | None) -> Forward:
             stack.biases,
             activation=stack.activation,
             final_activation=stack.final,
+            skips=stack.skips,
             backend=backend,
         )
 
@@ -147,7 +168,7 @@ def _eager(work: Work) -> Forward:
     """``nn.Sequential`` of Linear and ReLU in place, as the experiment's model has it."""
     models = [by.sequential(s) for s in work.stacks]
     for model in models:
-        for layer in model:
+        for layer in model.modules():
             if isinstance(layer, nn.ReLU):
                 layer.inplace = True
     return lambda stack: models[stack.index](stack.x)

@@ -9,9 +9,11 @@ from itertools import pairwise
 
 from benchmarks.harness.case import BOTH_MODES, Case, timed_on
 
-# Widths, the activation behind every layer but the last, dtypes on a GPU, rows
+# Widths, the activation behind every layer but the last, dtypes on a GPU, rows; `+` before the
+# width of a layer that takes the input again
 _NETWORKS = (
     ("63-256-256-256-256-256-256-256-256-4", "relu", ("bfloat16",), (1 << 16,)),
+    ("63-256-256-256-256-256-+256-256-256-4", "relu", ("bfloat16",), (1 << 16,)),
     ("32-64-64-64-64-16", "relu", ("bfloat16",), (1 << 18,)),
     ("3-128-128-128-128-128-128-1", "tanh", ("bfloat16",), (100_000,)),
     ("376-256-256-17", "relu", ("bfloat16",), (256, 4096)),
@@ -20,7 +22,10 @@ _NETWORKS = (
 )
 _CPU_DTYPES = ("float32", "bfloat16")
 _MOST_CPU_FLOPS = 2e10  # of a call: a tenth of a second on two cores
-_QUICK = (("13-64-64-1", "relu", ("float32",), (64,)),)
+_QUICK = (
+    ("13-64-64-1", "relu", ("float32",), (64,)),
+    ("13-64-+64-1", "relu", ("float32",), (64,)),
+)
 
 
 def cases(device: str, quick: bool = False) -> list[Case]:
@@ -37,6 +42,8 @@ def cases(device: str, quick: bool = False) -> list[Case]:
 def _case(
     device: str, dtype: str, direction: str, sizes: str, activation: str, m: int, quick: bool
 ) -> Case:
+    skips = [i - 1 for i, size in enumerate(sizes.split("-")) if size.startswith("+")]
+    sizes = sizes.replace("+", "")
     widths = tuple(map(int, sizes.split("-")))
     numbers = sum(k * n for k, n in pairwise(widths))
     while device == "cpu" and 6 * m * numbers > _MOST_CPU_FLOPS:
@@ -52,6 +59,7 @@ def _case(
         options=(
             *(("sizes", sizes), ("activation", activation), ("final", "none")),
             *(("bias", "yes"), ("caches", "warm")),
+            *((("skips", " ".join(map(str, skips))),) if skips else ()),
         ),
         light=quick,
         without=("compile_max_autotune",) if device == "cpu" else (),

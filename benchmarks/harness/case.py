@@ -68,7 +68,9 @@ class Case:
     def problem(self) -> str:
         """The readable name of what is computed, without direction and metric."""
         sizes = " ".join(f"{k}{v}" for k, v in self.dims if (k, v) != ("L", 1))
-        facts = " ".join(v for k, v in self.options if k in ("activation", "model", "x", "sizes"))
+        named = ("activation", "model", "x", "sizes")
+        facts = " ".join(v for k, v in self.options if k in named)
+        facts += f" skip {self.option('skips')}" if self.option("skips") else ""
         bare = " no bias" if self.option("bias") == "no" else ""
         more = " residual" if self.option("residual") == "yes" else ""
         return f"{facts} {sizes} {self.dtype}{bare}{more}".strip()

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Self, TypeVar
 
 import torch
@@ -40,6 +39,7 @@ class Stack:
         dy: gradient of the output (forward+backward) or target (step), (M, N).
         activation: the name of the activation behind every layer but the last.
         final: of that behind the last.
+        skips: layers that take x again, before what the layer below gives.
     """
 
     index: int
@@ -49,6 +49,7 @@ class Stack:
     dy: Tensor
     activation: str
     final: str
+    skips: tuple[int, ...] = ()
 
     @property
     def activations(self) -> tuple[str, ...]:
@@ -204,8 +205,10 @@ class Work(AnyWork):
 def plain(stack: Stack) -> Tensor:
     """The stack by ``F.linear`` and the activation, layer by layer; (M, K) → (M, N)."""
     y = stack.x
-    for weight, bias, name in zip(stack.weights, stack.biases, stack.activations, strict=True):
-        y = activation_of(name).value(F.linear(y, weight, bias))
+    layers = zip(stack.weights, stack.biases, stack.activations, strict=True)
+    for i, (weight, bias, name) in enumerate(layers):
+        entering = torch.cat((stack.x, y), -1) if i in stack.skips else y
+        y = activation_of(name).value(F.linear(entering, weight, bias))
     return y
 
 
@@ -216,6 +219,11 @@ def widths_of(case: Case) -> tuple[int, ...]:
         return tuple(map(int, case.option("sizes").split("-")))
     k, n = (case.dim("H" if "H" in dict(case.dims) else name) for name in ("K", "N"))
     return (k, *(n,) * case.dim("L"))
+
+
+def skips_of(case: Case) -> tuple[int, ...]:
+    """Layers that take x again."""
+    return tuple(map(int, case.option("skips").split()))
 
 
 def final_of(case: Case) -> str:
@@ -280,15 +288,18 @@ def _make_stack(case: Case, device: torch.device, index: int) -> Stack:
         return torch.nn.Parameter(draw(*shape, scale=scale), requires_grad=grad)
 
     x = draw(m, widths[0])
-    weights = tuple(parameter(n, k, scale=k**-0.5) for k, n in pairwise(widths))
+    skips = skips_of(case)
+    taken = (k + (widths[0] if i in skips else 0) for i, k in enumerate(widths[:-1]))
+    weights = tuple(parameter(n, k, scale=k**-0.5) for k, n in zip(taken, widths[1:], strict=True))
     bias = case.option("bias") != "no"
     biases = tuple(parameter(n) if bias else None for n in widths[1:])
     if index == 0 and grad and case.option("activation") in KINKED:  # the set that is judged
 
         def pre_activations(rows: Tensor) -> Iterator[Tensor]:
             act = activation_of(case.option("activation")).value
-            last = len(weights) - 1
+            last, first = len(weights) - 1, rows
             for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
+                rows = torch.cat((first, rows), -1) if i in skips else rows
                 pre = F.linear(rows, w.to(rows.dtype), None if b is None else b.to(rows.dtype))
                 if i < last or final_of(case) in KINKED:
                     yield pre
@@ -297,4 +308,4 @@ def _make_stack(case: Case, device: torch.device, index: int) -> Stack:
         x, _ = clear_of_kinks(x, pre_activations, lambda rows: draw(rows, widths[0]))
     x.requires_grad_(case.direction == "forward+backward")
     names = case.option("activation"), final_of(case)
-    return Stack(index, x, weights, biases, draw(m, widths[-1]), *names)
+    return Stack(index, x, weights, biases, draw(m, widths[-1]), *names, skips)

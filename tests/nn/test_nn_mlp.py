@@ -199,10 +199,6 @@ def parametrized() -> nn.Sequential:
         (nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), "each activation after a Linear"),
         (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.ReLU()), "each activation after a Linear"),
         (nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.3), nn.Linear(4, 4)), "LeakyReLU"),
-        (
-            nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)),
-            "one activation",
-        ),
         (nn.Sequential(Odd(4, 4)), "subclass"),
         (nn.Sequential(nn.ReLU()), "each activation after"),
         (nn.Sequential(), "at least one nn.Linear"),

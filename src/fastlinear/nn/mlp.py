@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
 from fastlinear.families.mlp.op import call
+from fastlinear.families.mlp.parts import Activations, Skips, hidden, in_parts, placed
 from fastlinear.nn.arguments import check_made
 from fastlinear.nn.mlp_layer import Layer, by_layer, check_layers
 from fastlinear.nn.mlp_sequential import free_name, module_of, read, shared
@@ -29,9 +31,12 @@ class MLP(nn.Module):
 
     Args:
         sizes: n_0, n_1, … n_L: the features of the input and of every layer's output.
-        activation: after every layer but the last; a name ``fastlinear.mlp`` knows.
+        activation: after every layer but the last; a name ``fastlinear.mlp`` knows, or one for each
+            of these layers.
         final_activation: after the last layer.
         bias: whether the layers learn an additive bias.
+        skips: layers that take the input again, as for ``fastlinear.mlp``; ``state_dict`` then has
+            the weights (n_{i+1}, n_i + n_0) of them.
         backend: force a backend of the forward; None lets fastlinear choose.
         allow_fast_matmul: deprecated, without effect; True warns once.
         device, dtype: as for ``nn.Linear``.
@@ -54,21 +59,22 @@ class MLP(nn.Module):
     """
 
     __prepare_scriptable__ = script_layer
+    skips: Mapping[int, str] = MappingProxyType({})  # of modules pickled before there were any
 
     def __init__(
         self,
         sizes: Sequence[int],
-        activation: str = "relu",
+        activation: Activations = "relu",
         final_activation: str = "none",
         bias: bool = True,
         *,
+        skips: Skips = (),
         backend: str | None = None,
         allow_fast_matmul: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        activation_of(activation, "fastlinear.nn.MLP")
         activation_of(final_activation, "fastlinear.nn.MLP (final_activation)")
         check_backend(backend, "mlp", "fastlinear.nn.MLP")
         if allow_fast_matmul is not False:
@@ -82,12 +88,17 @@ class MLP(nn.Module):
             )
         named = {f"sizes[{i}]": size for i, size in enumerate(sizes)}
         check_made("fastlinear.nn.MLP", dtype, **named)
+        self._depth = len(sizes) - 1
+        names = hidden(activation, self._depth, "fastlinear.nn.MLP")
+        if isinstance(activation, (list, tuple)):
+            activation = names if len(set(names)) > 1 else (*names, "none")[0]
         self.activation = activation
         self.final_activation = final_activation
         self.backend = backend
-        self._depth = len(sizes) - 1
+        self.skips = placed(skips, self._depth, "fastlinear.nn.MLP")
         for i, (k, n) in enumerate(pairwise(sizes)):
-            self.add_module(str(2 * i), Layer(k, n, bias, device=device, dtype=dtype))
+            taken = k + sizes[0] if i in self.skips else k
+            self.add_module(str(2 * i), Layer(taken, n, bias, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """The chain; x (..., n_0) → (..., n_L)."""
@@ -107,14 +118,10 @@ class MLP(nn.Module):
                 return by_layer(self, x)
             weights = [layer.weight for layer in modules.values()]
             biases = [layer.bias for layer in modules.values()]
-        return call(
-            x,
-            weights,
-            biases,
-            self.activation,
-            self.final_activation,
-            self.backend,
-        )
+        names = self.activation, self.final_activation
+        if self.skips or isinstance(self.activation, tuple):
+            return in_parts(call, (x, weights, biases, *names, self.backend), self.skips)
+        return call(x, weights, biases, *names, self.backend)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -137,19 +144,19 @@ class MLP(nn.Module):
     ) -> MLP:
         """An MLP sharing the parameters of an ``nn.Sequential`` (the same tensors, not copies).
 
-        The Sequential must consist of ``nn.Linear`` layers with one and the same activation module
-        between them and, if any, one after the last. Its ``state_dict`` keys are kept.
+        The Sequential must consist of ``nn.Linear`` layers and activation modules, at most one
+        behind each. Its ``state_dict`` keys are kept.
 
         Raises:
-            InputError: it holds another module, dropout, hooks, or differing activations; a layer
-                takes other features than the one before gives.
+            InputError: it holds another module, dropout or hooks; a layer takes other features than
+                the one before gives.
         """
-        names, layers, hidden, final = read(sequential)
+        names, layers, activations = read(sequential)
         if allow_fast_matmul is not False:
             deprecated.fast_matmul(allow_fast_matmul, "fastlinear.nn.MLP.from_sequential")
-        net = cls([1, 1], hidden, final, backend=backend)
-        del net._modules["0"]
-        net._depth = len(layers)
+        sizes = [1] * (len(layers) + 1)
+        net = cls(sizes, activations[:-1], activations[-1], backend=backend, device="meta")
+        net._modules.clear()
         for name, linear in zip(names, layers, strict=True):
             net.add_module(name, shared(Layer, linear))
         net.train(sequential.training)
@@ -159,9 +166,16 @@ class MLP(nn.Module):
         """A plain ``nn.Sequential`` sharing this module's parameters, with the same keys.
 
         Raises:
-            InputError: torch has no module for the activation (relu2, for one), or a layer was
-                replaced by one that does more, is parametrized or has hooks.
+            InputError: torch has no module for the activation (relu2, for one), a layer was
+                replaced by one that does more, is parametrized or has hooks, or takes the input.
         """
+        if self.skips:
+            raise InputError(
+                "fastlinear.nn.MLP.to_sequential",
+                "a chain in which each layer takes what the one before gives",
+                f"skips of {dict(self.skips)}",
+                "Write a module with a forward of its own around .layers().",
+            )
         for name, layer in zip(self._modules, self.layers(), strict=True):
             hooks = "hooks" if hooked(layer) else None
             reason = hooks or why_not_shared(layer)  # type: ignore[arg-type]
@@ -175,11 +189,9 @@ class MLP(nn.Module):
                 )
         sequential = nn.Sequential()
         names = list(self._modules)
-        layers = self.layers()
-        for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
+        activations = (*hidden(self.activation, self._depth), self.final_activation)
+        for name, layer, activation in zip(names, self.layers(), activations, strict=True):
             sequential.add_module(name, shared(nn.Linear, layer))
-            last = i == len(layers) - 1
-            activation = self.final_activation if last else self.activation
             if activation != "none":
                 sequential.add_module(free_name(name, names), module_of(activation))
         sequential.train(self.training)
@@ -187,7 +199,8 @@ class MLP(nn.Module):
 
     def extra_repr(self) -> str:
         """The activations."""
-        return f"activation={self.activation!r}, final_activation={self.final_activation!r}"
+        skips = f", skips={dict(self.skips)}" if self.skips else ""
+        return f"activation={self.activation!r}, final_activation={self.final_activation!r}{skips}"
 
 
 def _are_sizes(sizes: Any) -> bool:

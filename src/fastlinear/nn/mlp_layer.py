@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import InputError, UnsupportedError, not_invariant
 from fastlinear.core.settings import BATCH_INVARIANT, asked
-from fastlinear.families.mlp.problem import layer_activations
+from fastlinear.families.mlp.parts import hidden, joined
 from fastlinear.nn.linear import Linear
 from fastlinear.nn.plain_linear import hooked, why_not_linear
 
@@ -118,7 +118,9 @@ def by_layer(net: Any, x: Tensor) -> Tensor:
             "hooks on a layer",
             "Leave backend out, or remove the hooks.",
         )
-    names = layer_activations(len(net._modules), net.activation, net.final_activation)
-    for layer, name in zip(net._modules.values(), names, strict=True):
-        x = activation_of(name).value(layer(x))
-    return x
+    names = (*hidden(net.activation, len(net._modules)), net.final_activation)
+    h = x
+    for i, (layer, name) in enumerate(zip(net._modules.values(), names, strict=True)):
+        entering = joined(x, h, net.skips[i]) if i in net.skips else h
+        h = activation_of(name).value(layer(entering))
+    return h

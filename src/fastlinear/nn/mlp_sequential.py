@@ -13,7 +13,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.nn.mlp_layer import Layer
 from fastlinear.nn.plain_linear import hooked, replaced_forward
 
-_REMEDY = "An MLP is nn.Linear layers with one activation behind each but the last."
+_REMEDY = "An MLP is nn.Linear layers with one activation at most behind each."
 _HOOKED = "Remove the hooks, or leave these layers as they are."
 
 
@@ -29,8 +29,8 @@ def shared(kind: type[nn.Linear], linear: nn.Linear) -> nn.Linear:
     return layer
 
 
-def read(sequential: nn.Sequential) -> tuple[list[str], list[nn.Linear], str, str]:
-    """Names and layers of a Sequential, its hidden activation and the one after the last layer."""
+def read(sequential: nn.Sequential) -> tuple[list[str], list[nn.Linear], list[str]]:
+    """Names and layers of a Sequential, and the activation behind each."""
     if type(sequential) is not nn.Sequential:
         _refuse("an nn.Sequential", type(sequential).__name__, _REMEDY)
     names: list[str] = []
@@ -79,10 +79,7 @@ def read(sequential: nn.Sequential) -> tuple[list[str], list[nn.Linear], str, st
         _refuse("a Sequential without hooks", "hooks on the Sequential itself", _HOOKED)
     if not layers:
         _refuse("at least one nn.Linear", "an nn.Sequential without one", _REMEDY)
-    hidden = {a or "none" for a in acts[:-1]}
-    if len(hidden) > 1:
-        _refuse("one activation for all hidden layers", ", ".join(sorted(hidden)), _REMEDY)
-    return names, layers, hidden.pop() if hidden else "none", acts[-1] or "none"
+    return names, layers, [a or "none" for a in acts]
 
 
 def _refuse(expected: str, received: str, remedy: str) -> NoReturn:

@@ -238,7 +238,7 @@ BAD: list[tuple[str, Callable[[Tensor, list[Tensor], list[Any]], Any], str]] = [
     ("integers", lambda x, w, b: fl.mlp(x.int(), w, b), "x of a dtype"),
     ("dtype", lambda x, w, b: fl.mlp(x, [w[0], w[1].double()], b), r"weights\[1\] of x's dtype"),
     ("activation", lambda x, w, b: fl.mlp(x, w, b, activation="swish"), "activation in"),
-    ("unhashable", lambda x, w, b: fl.mlp(x, w, b, activation=["relu"]), "activation in"),
+    ("unhashable", lambda x, w, b: fl.mlp(x, w, b, activation=[["relu"]]), "activation in"),
     ("final", lambda x, w, b: fl.mlp(x, w, b, final_activation="x"), "final_activation"),
     ("backend", lambda x, w, b: fl.mlp(x, w, b, backend=3), "backend to be a name"),
     ("fast", lambda x, w, b: fl.mlp(x, w, b, allow_fast_matmul=1), "allow_fast_matmul"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -45,8 +45,10 @@ def validate(
     activation: str,
     final_activation: str,
     backend: str | None = None,
+    skips: Mapping[int, str] | None = None,
 ) -> None:
-    """Raise InputError, naming the layer, unless the arguments fit each other."""
+    """Raise InputError, naming the layer, unless the arguments fit each other; layers of ``skips``
+    take x, too."""
     activation_of(activation, _NAME)
     activation_of(final_activation, "mlp (final_activation)")
     check_backend(_NAME, backend)
@@ -60,6 +62,8 @@ def validate(
         if weight.dim() != 2:
             _fail(f"weights[{i}] of shape (out, in)", f"shape {tuple(weight.shape)}", _LISTS)
         n, k = weight.shape
+        if skips and i in skips:
+            features, giver = features + x.shape[-1], f"{giver}, with x beside it,"
         if k != features:
             transposed = " It looks transposed: pass weight.t()." if n == features else ""
             _fail(
