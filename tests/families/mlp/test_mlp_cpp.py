@@ -55,6 +55,14 @@ def test_every_block_shape(m: int) -> None:
     assert verdict(*net(m, 31, 64, 2), True).passed
 
 
+def test_results_share_no_memory() -> None:
+    """A registered op's must not: torch will refuse it."""
+    x, weights, biases = net(5, 16, 24, 24, 24, 3)
+    y, saved = whole.forward(x, weights, biases, "relu", "tanh", True)
+    assert saved[-1] is y  # which the op leaves out
+    assert len({t.untyped_storage().data_ptr() for t in saved}) == len(weights)
+
+
 def test_odd_sizes() -> None:
     """Every number of rows up to 70, widths with every remainder of vectors and of dot blocks."""
     for m in range(1, 71):

@@ -68,7 +68,8 @@ def forward(
     y = x.new_empty((m, weights[-1].shape[0]))
     saved: tuple[Tensor, ...] = ()
     if save:
-        hidden = _hidden(x, m, [w.shape[0] for w in weights[:-1]])
+        # each of its own: results of a registered op must not share memory
+        hidden = [x.new_empty((m, w.shape[0])) for w in weights[:-1]]
         pre = activation_of(final_activation).saved == "pre"
         saved = (*hidden, torch.empty_like(y) if pre else y)
     recorder.run(
@@ -123,13 +124,6 @@ def backward(
         m,
     )
     return dx, dws, dbs
-
-
-def _hidden(x: Tensor, m: int, widths: list[int]) -> tuple[Tensor, ...]:
-    """One new tensor (m, n) for each width; all in one allocation where they are alike."""
-    if len(set(widths)) == 1:
-        return x.new_empty((len(widths), m, widths[0])).unbind()
-    return tuple([x.new_empty((m, n)) for n in widths])
 
 
 def codes(layers: int, activation: str, final_activation: str) -> tuple[int, ...]:
