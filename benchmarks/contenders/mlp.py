@@ -124,6 +124,12 @@ def problems_of(case: Case) -> list[Problem]:
     return found
 
 
+def problem_of(case: Case) -> Problem:
+    """The one Problem of a chain that runs as a whole."""
+    (found,) = problems_of(case)
+    return found
+
+
 def chosen(case: Case, work: Work, captured: bool) -> dict[str, str]:
     """What dispatch takes for a case, in a CUDA graph or not."""
     each = [chosen_pieces(choices_of, p, captured) for p in problems_of(case)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.contenders.mlp import peers, problems_of
+from benchmarks.contenders.mlp import peers, problem_of
 from benchmarks.experiments import EXPERIMENTS, overhead
 from benchmarks.experiments.overhead.headroom import best_rates, headroom, markdown
 from benchmarks.experiments.overhead.heat import heatmap, heats, print_heat
@@ -129,10 +129,10 @@ def test_every_contender_is_measured_or_says_why_not(layers: int, direction: str
 def test_the_problem_is_the_chain_the_contenders_get() -> None:
     case = tiny(3, 4, 16)
     work = make_work(case, torch.device("cpu"))
-    p = problems_of(case)[0]
+    p = problem_of(case)
     assert widths_of(p) == (16,) * 4
     assert not p.needs_grad
-    assert problems_of(dataclasses.replace(case, direction="forward+backward"))[0].needs_grad
+    assert problem_of(dataclasses.replace(case, direction="forward+backward")).needs_grad
     assert [tuple(w.shape) for w in work.stacks[0].weights] == [(16, 16)] * 3
     assert tuple(work.stacks[0].x.shape) == (4, 16)
 

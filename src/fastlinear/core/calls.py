@@ -70,6 +70,27 @@ def facts_of(x: Tensor) -> dict[str, Any]:
     }
 
 
+def wanted(ctx: Any) -> tuple[bool, ...]:
+    """Which gradients a ``torch.autograd.Function`` has to give, asked inside its backward.
+
+    ``ctx.needs_input_grad`` has those of all tensors that require one. ``torch.autograd.grad`` of
+    some of them, an actor behind critics for example, needs no others.
+    """
+    needs: tuple[bool, ...] = ctx.needs_input_grad
+    if torch.compiler.is_compiling():
+        return needs
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
+    return tuple([need and _goes_on(next(nodes, None)) for need in needs])
+
+
+def _goes_on(node: Any) -> bool:
+    """Whether the engine that runs now goes on to a node."""
+    try:
+        return node is None or torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf whose gradient is asked for; or no engine runs
+        return True
+
+
 def as_result(y: Tensor, shape: Sequence[int]) -> Tensor:
     """What kernels wrote, in the shape its caller sees: the same memory as a tensor of no base.
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastlinear as fl
 from fastlinear.activations.reference import NAMES
 from fastlinear.core import calls
-from fastlinear.core.compare import judge
+from fastlinear.core.compare import judge, relative_error
 from fastlinear.families.mlp import autograd, reference
 from fastlinear.fastpath import autograd_node, lookup
 
@@ -181,6 +182,51 @@ def test_double_backward_through_our_formula() -> None:
     for ours, theirs in zip(*found, strict=True):
         assert (ours is None) == (theirs is None)  # dx does not depend on the last bias
         assert ours is None or torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def orders(run: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """y, dx, the derivative of a function of dx, and what a function of that derives."""
+    torch.manual_seed(3)
+    tensors = [t for t in parameters(14, (5, 16, 9, 2), scale=0.5) if t is not None]
+    leaves = [t.to(dtype).requires_grad_() for t in tensors]
+    x = leaves[0].view(2, 7, 5)
+    y = run(x, leaves[1:4], leaves[4:])
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(dx.pow(3).sum(), x, create_graph=True)
+    third = torch.autograd.grad(second.square().sum() + dx.sum(), leaves)
+    return [y, dx, second, *third]
+
+
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("final", ["none", "activation"])
+def test_three_orders_of_derivatives(activation: str, final: str) -> None:
+    names = activation, activation if final == "activation" else "none"
+
+    def plain(x: Any, ws: Any, bs: Any) -> Tensor:
+        return reference.mlp(x, ws, bs, *names)
+
+    oracle = orders(plain, torch.float64)
+    ours = orders(lambda x, ws, bs: fl.mlp(x, ws, bs, *names), torch.float32)
+    errors = [relative_error(*pair) for pair in zip(ours, oracle, strict=True)]
+    assert max(errors) < 1e-5, errors  # PyTorch's own are up to 2e-6
+
+
+def test_a_gradient_with_a_graph_computes_no_layer_again() -> None:
+    leaves = [t.requires_grad_() for t in parameters(6, (8, 9, 7, 3)) if t is not None]
+    products: list[Any] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+                products.append(op)
+            return op(*args, **(kwargs or {}))
+
+    y = fl.mlp(leaves[0], leaves[1:4], leaves[4:], activation="silu", backend="layerwise")
+    with Watch():
+        torch.autograd.grad(y.sum(), leaves[0], create_graph=True)
+    assert len(products) == 3  # dx of each layer
 
 
 def test_shared_weights_and_dependent_inputs() -> None:

@@ -107,7 +107,7 @@ class DiagonalLinear(torch.autograd.Function):
         if dy is None:
             return None, None, None, None, None
         tensors = (*ctx.saved_tensors, None)
-        needs = ctx.needs_input_grad[:4]
+        needs = calls.wanted(ctx)[:4]
         return (*ctx.formula.gradients(dy, None, dy.shape, tensors, None, needs), None)
 
 

@@ -144,7 +144,7 @@ class GatedMLP(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         """Seven gradients and None; differentiable by torch's own ops where a graph is asked."""
         saved = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:7]
+        needs = calls.wanted(ctx)[:7]
         return (*ctx.formula.gradients(dy, None, dy.shape, saved[:7], saved[7:], needs), None)
 
 

@@ -129,7 +129,7 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         """(dx, dW, db, None); differentiable by torch's own ops where a graph is asked for."""
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        saved, needs = ctx.saved_tensors, calls.wanted(ctx)[:3]
         return (*ctx.formula.gradients(dy, None, dy.shape, saved[:3], saved[3:], needs), None)
 
 

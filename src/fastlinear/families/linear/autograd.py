@@ -162,7 +162,7 @@ class LinearAct(torch.autograd.Function):
         if dy is None and dpre is None:
             return None, None, None, None
         x, weight, saved = ctx.saved_tensors
-        needs = tuple(ctx.needs_input_grad[:3])
+        needs = calls.wanted(ctx)[:3]
         formula = ctx.formula
         return (*formula.gradients(dy, dpre, ctx.shape, (x, weight, None), (saved,), needs), None)
 

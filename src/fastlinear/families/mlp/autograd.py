@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core import calls
 from fastlinear.families.mlp import reference
+from fastlinear.families.mlp.problem import layer_activations
 from fastlinear.families.mlp.reference import Needs, Weights
 from fastlinear.fastpath import autograd_node
 from fastlinear.op import differentiable
@@ -75,9 +77,10 @@ class Formula:
             kept: as ``forward`` gives it after y.
             needs: which gradients are wanted.
         """
-        # create_graph wants differentiable gradients; batches of them are for PyTorch's own ops
-        if torch.is_grad_enabled() or calls.batched(dy):
+        if calls.batched(dy):
             return differentiable.gradients(self._by_ops, tensors, needs, dy)
+        if torch.is_grad_enabled():  # create_graph wants gradients that have gradients
+            return differentiable.gradients(partial(self._again, kept, dy), tensors, needs, dy)
         x, *rest = tensors
         assert x is not None
         weights = tuple(w for w in rest[: self.layers] if w is not None)
@@ -90,9 +93,51 @@ class Formula:
 
     def _by_ops(self, x: Tensor, *parameters: Any) -> Tensor:
         """y by PyTorch's own ops, of the tensors as ``gradients`` has them."""
+        weights, biases = self._parted(parameters)
+        return reference.mlp(x, weights, biases, self.activation, self.final_activation)
+
+    def _again(self, kept: Sequence[Tensor | None], dy: Tensor, x: Tensor, *given: Any) -> Tensor:
+        """The same graph without its products: what layers gave is known, but for y, whose place
+        ``dy`` takes where the backward reads none."""
+        names = layer_activations(self.layers, self.activation, self.final_activation)
+        h = x.reshape(-1, x.shape[-1])
+        for known, weight, bias, name in zip(kept, *self._parted(given), names, strict=True):
+            gave = (dy if known is None else known).reshape(len(h), len(weight))
+            h = KnownLayer.apply(gave.detach(), name, h, weight, bias)
+            h = activation_of(name).value(h) if activation_of(name).saved == "pre" else h
+        return h.reshape(dy.shape)
+
+    def _parted(self, parameters: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Weights and biases."""
         weights, biases = parameters[: self.layers], parameters[self.layers :]
-        held = biases if len(biases) == self.layers else (None,) * self.layers
-        return reference.mlp(x, weights, held, self.activation, self.final_activation)
+        return weights, biases if len(biases) == self.layers else (None,) * self.layers
+
+
+class KnownLayer(torch.autograd.Function):
+    """A layer of which is known what its backward reads: the pre-activation, or the output.
+
+    Nothing is computed. Its gradients are PyTorch's own ops, which can be differentiated again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, known: Tensor, activation: str, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """``known`` (M, N), of x (M, K), weight (N, K) and bias (N,)."""
+        gave = known.view_as(known)
+        ctx.activation = activation_of(activation)
+        ctx.save_for_backward(x, weight, gave if ctx.activation.saved == "output" else None)
+        return gave
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        """(None, None, dx, dW, db)."""
+        x, weight, gave = ctx.saved_tensors
+        dpre = dy if gave is None else ctx.activation.backward(dy, gave)
+        need_x, need_weight, need_bias = calls.wanted(ctx)[2:]
+        dx = dpre @ weight if need_x else None
+        dw = dpre.t() @ x if need_weight else None
+        return None, None, dx, dw, dpre.sum(0) if need_bias else None
 
 
 class Mlp(torch.autograd.Function):
@@ -114,7 +159,7 @@ class Mlp(torch.autograd.Function):
         saved = ctx.saved_tensors
         arguments = 1 + 2 * formula.layers
         tensors, kept = saved[:arguments], saved[arguments:]
-        needs = ctx.needs_input_grad[1:]
+        needs = calls.wanted(ctx)[1:]
         return (None, *formula.gradients(dy, None, dy.shape, tensors, kept, needs))
 
 

@@ -162,6 +162,6 @@ class Ragged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         """(dx, dW, None, db, None)."""
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
+        saved, needs = ctx.saved_tensors, calls.wanted(ctx)[:4]
         found = ctx.formula.gradients(dy, None, dy.shape, saved[:4], saved[4:], needs)
         return (*found, None)

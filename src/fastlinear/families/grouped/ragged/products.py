@@ -149,7 +149,8 @@ class Products(torch.autograd.Function):
         """(dx, dW, db, None, None); by differentiable ops where a graph or a transform asks."""
         x, weight, bias, saved = ctx.saved_tensors
         sizes, activation = ctx.call
-        needs = ctx.needs_input_grad[:3]
+        need_x, need_weight, need_bias = calls.wanted(ctx)[:3]
+        needs = need_x, need_weight, need_bias
         # batched and dual gradients have no rules for products into given memory
         if not torch.is_grad_enabled() and not calls.beyond_memory(dy):
             return (*gradients(dy, saved, x, weight, sizes, activation, needs), None, None)

@@ -146,7 +146,7 @@ class Together(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         """Gradients of the inputs, weights and biases."""
         formula, count, sizes = ctx.call
-        needs = ctx.needs_input_grad[2:]
+        needs = calls.wanted(ctx)[2:]
         if all(dy is None for dy in dys):
             return (None,) * (2 + len(needs))
         saved = ctx.saved_tensors
