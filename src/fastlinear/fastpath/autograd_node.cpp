@@ -6,6 +6,7 @@
 
 #include "lists.h"
 #include "autograd_node.h"
+#include "known_layer.h"
 
 namespace fastpath {
 namespace {
@@ -111,6 +112,19 @@ extern "C" PyObject* fastlinear_node_empty(PyObject* sizes, int64_t dtype) {
       found.push_back(PyLong_AsLongLong(PyTuple_GetItem(sizes, i)));
     if (PyErr_Occurred()) return nullptr;
     return THPVariable_Wrap(fastpath::new_on_cpu(found, static_cast<c10::ScalarType>(dtype)));
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+  return nullptr;
+}
+
+// `known_layer` of tensors, bias and derivative each or None.
+extern "C" PyObject* fastlinear_node_known(PyObject* known, PyObject* derivative, PyObject* x,
+                                           PyObject* weight, PyObject* bias) {
+  try {
+    using fastpath::tensor_of;
+    return THPVariable_Wrap(fastpath::known_layer(tensor_of(known), tensor_of(x), tensor_of(weight),
+                                                  tensor_of(bias), derivative));
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
   }

@@ -163,6 +163,13 @@ def empty(shape: tuple[int, ...], scalar_type: int) -> Tensor:
     return made
 
 
+def known_layer(known: Tensor, derivative: Any, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
+    """``op.differentiable.known_layer`` by a node; only once :func:`begun` says so."""
+    assert _build.loaded is not None
+    made: Tensor = _build.loaded.fastlinear_node_known(known, derivative, x, weight, bias)
+    return made
+
+
 def release_kept() -> int:
     """Give back memory that is kept for large results on the CPU; how many bytes."""
     loaded = _build.loaded
@@ -215,6 +222,8 @@ def _made(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     loaded.fastlinear_node_tape.restype = thing
     loaded.fastlinear_node_empty.argtypes = [thing, ctypes.c_int64]
     loaded.fastlinear_node_empty.restype = thing
+    loaded.fastlinear_node_known.argtypes = [thing] * 5
+    loaded.fastlinear_node_known.restype = thing
     loaded.fastlinear_node_keep.argtypes = [ctypes.c_int64]
     loaded.fastlinear_node_keep.restype = None
     loaded.fastlinear_node_malloc.argtypes = [ctypes.c_int64]

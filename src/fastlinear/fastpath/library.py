@@ -48,6 +48,7 @@ NODE = Library(
         _HERE / "tape.h",
         _HERE / "unboxed.h",
         _HERE / "autograd_node.h",
+        _HERE / "known_layer.h",
         _HERE / "lists.h",
         _HERE / "../kernels/cpu/allocator.h",
         _HERE / "../kernels/cpu/large_pages.h",

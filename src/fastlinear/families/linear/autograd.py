@@ -15,6 +15,7 @@ from fastlinear.dispatch.select import Choice
 from fastlinear.families.linear import reference
 from fastlinear.families.linear.problem import BACKWARD_PIECES, WHOLE_BACKWARD
 from fastlinear.fastpath import autograd_node
+from fastlinear.op import differentiable
 
 Needs = tuple[bool, bool, bool]
 _DX, _DW = 1, 2  # gradients as bits
@@ -218,8 +219,7 @@ def _differentiable_grad_pre(
     act = activation_of(activation)
     if saved is None or act.saved != "pre" or not torch.is_grad_enabled():
         return reference.grad_pre(dy, saved, activation, need_bias_grad)
-    pre = saved.view_as(saved)  # a node of its own, at which this gradient stops
-    (dpre,) = torch.autograd.grad(act.value(pre), pre, dy, create_graph=True)
+    dpre = differentiable.grad_pre(act, dy, saved)
     return dpre, dpre.sum(0) if need_bias_grad else None
 
 

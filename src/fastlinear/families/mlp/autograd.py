@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -80,7 +79,7 @@ class Formula:
         if calls.batched(dy):
             return differentiable.gradients(self._by_ops, tensors, needs, dy)
         if torch.is_grad_enabled():  # create_graph wants gradients that have gradients
-            return differentiable.gradients(partial(self._again, kept, dy), tensors, needs, dy)
+            return self._with_graph(dy, tensors, kept, needs)
         x, *rest = tensors
         assert x is not None
         weights = tuple(w for w in rest[: self.layers] if w is not None)
@@ -96,48 +95,50 @@ class Formula:
         weights, biases = self._parted(parameters)
         return reference.mlp(x, weights, biases, self.activation, self.final_activation)
 
-    def _again(self, kept: Sequence[Tensor | None], dy: Tensor, x: Tensor, *given: Any) -> Tensor:
-        """The same graph without its products: what layers gave is known, but for y, whose place
-        ``dy`` takes where the backward reads none."""
-        names = layer_activations(self.layers, self.activation, self.final_activation)
+    def _with_graph(
+        self,
+        dy: Tensor,
+        tensors: tuple[Tensor | None, ...],
+        kept: tuple[Tensor | None, ...],
+        needs: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """As ``gradients``, by PyTorch's own ops over what layers kept: none is computed again."""
+        x, *parameters = tensors
+        assert x is not None
+        weights, biases = self._parted(parameters)
+        acts = [activation_of(name) for name in self._names()]
+        need_ws, need_bs = self._parted(needs[1:], absent=False)
         h = x.reshape(-1, x.shape[-1])
-        for known, weight, bias, name in zip(kept, *self._parted(given), names, strict=True):
-            gave = (dy if known is None else known).reshape(len(h), len(weight))
-            h = KnownLayer.apply(gave.detach(), name, h, weight, bias)
-            h = activation_of(name).value(h) if activation_of(name).saved == "pre" else h
-        return h.reshape(dy.shape)
+        entering, gave = [h], []
+        for act, known, weight, bias in zip(acts, kept, weights, biases, strict=True):
+            if known is None:  # of the last layer, whose derivative reads nothing
+                gave.append(h)
+                break
+            rows = known.detach().reshape(len(h), len(weight))
+            derivative = act.backward if act.saved == "output" else None
+            gave.append(differentiable.known_layer(rows, derivative, h, weight, bias))
+            h = act.value(gave[-1]) if act.saved == "pre" else gave[-1]
+            entering.append(h)
+        dws: list[Tensor | None] = [None] * self.layers
+        dbs: list[Tensor | None] = [None] * self.layers
+        dh = dy.reshape(-1, dy.shape[-1])
+        first = reference.first_needed((needs[0], need_ws, need_bs))
+        for i in reversed(range(first, self.layers)):
+            dpre = differentiable.grad_pre(acts[i], dh, gave[i])
+            dws[i] = dpre.t() @ entering[i] if need_ws[i] else None
+            dbs[i] = dpre.sum(0) if need_bs[i] else None
+            dh = dpre @ weights[i] if i > first or needs[0] else dh
+        dx = dh.reshape(x.shape) if needs[0] else None
+        return (dx, *dws, *dbs)[: len(tensors)]
 
-    def _parted(self, parameters: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Weights and biases."""
+    def _names(self) -> tuple[str, ...]:
+        return layer_activations(self.layers, self.activation, self.final_activation)
+
+    def _parted(self, parameters: Sequence[Any], absent: Any = None) -> tuple[Any, Any]:
+        """Weights and biases, or what stands for each."""
         weights, biases = parameters[: self.layers], parameters[self.layers :]
-        return weights, biases if len(biases) == self.layers else (None,) * self.layers
-
-
-class KnownLayer(torch.autograd.Function):
-    """A layer of which is known what its backward reads: the pre-activation, or the output.
-
-    Nothing is computed. Its gradients are PyTorch's own ops, which can be differentiated again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, known: Tensor, activation: str, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        """``known`` (M, N), of x (M, K), weight (N, K) and bias (N,)."""
-        gave = known.view_as(known)
-        ctx.activation = activation_of(activation)
-        ctx.save_for_backward(x, weight, gave if ctx.activation.saved == "output" else None)
-        return gave
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        """(None, None, dx, dW, db)."""
-        x, weight, gave = ctx.saved_tensors
-        dpre = dy if gave is None else ctx.activation.backward(dy, gave)
-        need_x, need_weight, need_bias = calls.wanted(ctx)[2:]
-        dx = dpre @ weight if need_x else None
-        dw = dpre.t() @ x if need_weight else None
-        return None, None, dx, dw, dpre.sum(0) if need_bias else None
+        whole = len(biases) == self.layers
+        return tuple(weights), tuple(biases) if whole else (absent,) * self.layers
 
 
 class Mlp(torch.autograd.Function):
