@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 def examples(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The package of examples, with its modules."""
     monkeypatch.syspath_prepend(str(ROOT))
-    for name in ("models", "digits", "demo"):
+    for name in ("models", "digits", "demo", "rl_update"):
         importlib.import_module(f"examples.{name}")
     return importlib.import_module("examples")
 
@@ -52,6 +52,17 @@ def test_digits_mlp_learned(examples: ModuleType) -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
     )
+
+
+def test_ways_of_an_update_agree(examples: ModuleType) -> None:
+    way = examples.rl_update
+    torch.manual_seed(0)
+    batch = way.Batch.drawn(256, "cpu")  # of few rows Adam takes noise for signs
+    made = way.agents("cpu")
+    assert way.apart(made, batch) < 1e-4
+    before = [p.clone() for p in made["compiled"].actor.parameters()]
+    after = list(made["eager"].actor.parameters())
+    assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_rows_add_up_layers_and_keep_outcomes_apart(examples: ModuleType) -> None:
