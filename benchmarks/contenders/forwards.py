@@ -88,16 +88,21 @@ class _WithSkips(nn.Module):
         return h
 
 
-def sequential(stack: Stack) -> nn.Module:
-    """The stack as models hold it, over these very parameters: an ``nn.Sequential``, if no layer
-    takes the input again."""
+def model(stack: Stack) -> nn.Module:
+    """The stack as models hold it, over these very parameters."""
+    plain = sequential(stack)
+    return _WithSkips(list(plain), stack.skips) if stack.skips else plain
+
+
+def sequential(stack: Stack) -> nn.Sequential:
+    """The same of a stack in which no layer takes the input again."""
     layers: list[nn.Module] = []
     for weight, bias, name in zip(stack.weights, stack.biases, stack.activations, strict=True):
         layers.append(_holding(nn.Linear, weight, bias))
         if name != "none":
             make = _MODULES.get(name)
             layers.append(make() if make else _Act(name))
-    return _WithSkips(layers, stack.skips) if stack.skips else nn.Sequential(*layers)
+    return nn.Sequential(*layers)
 
 
 def _holding(kind: Any, weight: Tensor, bias: Tensor | None, **options: Any) -> nn.Module:
@@ -116,7 +121,7 @@ def _by_model(work: Work, make: Callable[[Stack], Callable[[Tensor], Tensor]]) -
 
 
 def eager(work: Work) -> Forward:
-    return plain if work.case.dim("L") == 1 else _by_model(work, sequential)
+    return plain if work.case.dim("L") == 1 else _by_model(work, model)
 
 
 def eager_kn(work: Work) -> Forward:
@@ -128,7 +133,7 @@ def eager_kn(work: Work) -> Forward:
     stacks = [replace(s, weights=tuple(map(turned, s.weights))) for s in work.stacks]
     if work.case.dim("L") == 1:
         return lambda stack: plain(stacks[stack.index])
-    models = [sequential(s) for s in stacks]
+    models = [model(s) for s in stacks]
     return lambda stack: models[stack.index](stack.x)
 
 
@@ -146,7 +151,7 @@ def _flat(
 def compiled(work: Work, **how: Any) -> Forward:
     """One set: the compiled module. Rotating sets: one compiled function over all of them."""
     if len(work.stacks) == 1:
-        return _by_model(work, lambda s: torch.compile(sequential(s), dynamic=False, **how))
+        return _by_model(work, lambda s: torch.compile(model(s), dynamic=False, **how))
     run = torch.compile(_flat, dynamic=False, fullgraph=True, **how)
     return lambda stack: run(stack.x, stack.weights, stack.biases, stack.activations)
 
@@ -159,9 +164,7 @@ def max_autotune(work: Work) -> Forward:
 
 
 def reduce_overhead(work: Work) -> Forward:
-    run = _by_model(
-        work, lambda s: torch.compile(sequential(s), dynamic=False, mode="reduce-overhead")
-    )
+    run = _by_model(work, lambda s: torch.compile(model(s), dynamic=False, mode="reduce-overhead"))
 
     def forward(stack: Stack) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()

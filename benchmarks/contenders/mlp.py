@@ -172,7 +172,7 @@ def _ours(backend: str | None) -> Forward:
 
 def _eager(work: Work) -> Forward:
     """``nn.Sequential`` of Linear and ReLU in place, as the experiment's model has it."""
-    models = [by.sequential(s) for s in work.stacks]
+    models = [by.model(s) for s in work.stacks]
     for model in models:
         for layer in model.modules():
             if isinstance(layer, nn.ReLU):
