@@ -153,6 +153,7 @@ def test_errors_name_the_layer_of_the_whole_chain() -> None:
         ({True: "first"}, "received True"),
         ({2: "middle"}, r"skips\[2\]"),
         ("ab", "numbers of layers"),
+        ([[1]], r"received \[1\]"),
         ({3: "first"}, r"weights\[2\] of shape \(N, 16\)"),
         ({2: "first", 3: "last"}, r"weights\[3\] of shape \(N, 46\).*with x beside it"),
     ]

@@ -35,14 +35,16 @@ def placed(skips: Skips, layers: int, function: str = "mlp") -> dict[int, str]:
     given: Any = skips
     if isinstance(given, str) or not isinstance(given, Collection):
         raise InputError(function, "skips as numbers of layers", repr(skips), _SKIPS)
-    found = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, FIRST)
-    for layer, place in found.items():
+    each = given.items() if isinstance(given, Mapping) else ((layer, FIRST) for layer in given)
+    found = {}
+    for layer, place in each:
         if type(layer) is not int or not 0 < layer < layers:
             expected = f"skips of layers behind the first, the last of which is {layers - 1}"
             raise InputError(function, expected, repr(layer), _SKIPS)
         if place not in (FIRST, LAST):
             expected = f'skips[{layer}] "{FIRST}" or "{LAST}"'
             raise InputError(function, expected, repr(place), _SKIPS)
+        found[layer] = place
     return dict(sorted(found.items()))
 
 
