@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.harness.work import Forward, Stack, Unit, Work, plain
+from benchmarks.harness.work import Forward, Stack, Unit, Work, chain, plain
 from fastlinear import nn as fl_nn
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.families.linear.op import linear_act
@@ -137,23 +136,12 @@ def eager_kn(work: Work) -> Forward:
     return lambda stack: models[stack.index](stack.x)
 
 
-def _flat(
-    x: Tensor,
-    weights: tuple[Tensor, ...],
-    biases: tuple[Tensor | None, ...],
-    activations: tuple[str, ...],
-) -> Tensor:
-    for weight, bias, name in zip(weights, biases, activations, strict=True):
-        x = activation_of(name).value(F.linear(x, weight, bias))
-    return x
-
-
 def compiled(work: Work, **how: Any) -> Forward:
     """One set: the compiled module. Rotating sets: one compiled function over all of them."""
     if len(work.stacks) == 1:
         return _by_model(work, lambda s: torch.compile(model(s), dynamic=False, **how))
-    run = torch.compile(_flat, dynamic=False, fullgraph=True, **how)
-    return lambda stack: run(stack.x, stack.weights, stack.biases, stack.activations)
+    run = torch.compile(chain, dynamic=False, fullgraph=True, **how)
+    return lambda s: run(s.x, s.weights, s.biases, s.activations, s.skips)
 
 
 def max_autotune(work: Work) -> Forward:

@@ -204,10 +204,20 @@ class Work(AnyWork):
 
 def plain(stack: Stack) -> Tensor:
     """The stack by ``F.linear`` and the activation, layer by layer; (M, K) → (M, N)."""
-    y = stack.x
-    layers = zip(stack.weights, stack.biases, stack.activations, strict=True)
-    for i, (weight, bias, name) in enumerate(layers):
-        entering = torch.cat((stack.x, y), -1) if i in stack.skips else y
+    return chain(stack.x, stack.weights, stack.biases, stack.activations, stack.skips)
+
+
+def chain(
+    x: Tensor,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor | None, ...],
+    activations: tuple[str, ...],
+    skips: tuple[int, ...],
+) -> Tensor:
+    """The same of what a stack holds."""
+    y = x
+    for i, (weight, bias, name) in enumerate(zip(weights, biases, activations, strict=True)):
+        entering = torch.cat((x, y), -1) if i in skips else y
         y = activation_of(name).value(F.linear(entering, weight, bias))
     return y
 

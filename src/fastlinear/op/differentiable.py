@@ -39,8 +39,8 @@ def gradients(
 
 
 def grad_pre(act: Activation, dy: Tensor, saved: Tensor) -> Tensor:
-    """dy * act'(pre), differentiable in dy and in what was saved."""
-    if act.saved != "pre":
+    """dy * act'(pre), differentiable in dy and in what was saved where gradients are enabled."""
+    if act.saved != "pre" or not torch.is_grad_enabled():
         return act.backward(dy, saved)
     pre = saved.view_as(saved)  # a node of its own, at which this gradient stops
     (dpre,) = torch.autograd.grad(act.value(pre), pre, dy, create_graph=True)

@@ -211,6 +211,24 @@ def test_three_orders_of_derivatives(activation: str, final: str) -> None:
     assert max(errors) < 1e-5, errors  # PyTorch's own are up to 2e-6
 
 
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_batches_of_gradients(activation: str, create_graph: bool) -> None:
+    torch.manual_seed(4)
+    leaves = [t.requires_grad_() for t in parameters(6, (5, 8, 3)) if t is not None]
+    dys, found = torch.randn(4, 6, 3), []
+    for run in (fl.mlp, reference.mlp):
+        y = run(leaves[0], leaves[1:3], leaves[3:], activation, "none")
+        how = {"is_grads_batched": True, "create_graph": create_graph}
+        first = torch.autograd.grad(y, leaves, dys, **how)
+        found.append(list(first))
+        if create_graph:
+            total = torch.stack([t.square().sum() for t in first]).sum()
+            found[-1] += torch.autograd.grad(total, leaves[:3])
+    for ours, theirs in zip(*found, strict=True):
+        assert relative_error(ours, theirs) < 1e-5
+
+
 def test_a_gradient_with_a_graph_computes_no_layer_again() -> None:
     leaves = [t.requires_grad_() for t in parameters(6, (8, 9, 7, 3)) if t is not None]
     products: list[Any] = []

@@ -217,7 +217,7 @@ def _differentiable_grad_pre(
 ) -> tuple[Tensor, Tensor | None]:
     """``grad_pre`` whose results are differentiable in dy and saved where gradients are enabled."""
     act = activation_of(activation)
-    if saved is None or act.saved != "pre" or not torch.is_grad_enabled():
+    if saved is None:
         return reference.grad_pre(dy, saved, activation, need_bias_grad)
     dpre = differentiable.grad_pre(act, dy, saved)
     return dpre, dpre.sum(0) if need_bias_grad else None

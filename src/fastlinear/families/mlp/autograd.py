@@ -76,10 +76,9 @@ class Formula:
             kept: as ``forward`` gives it after y.
             needs: which gradients are wanted.
         """
-        if calls.batched(dy):
-            return differentiable.gradients(self._by_ops, tensors, needs, dy)
-        if torch.is_grad_enabled():  # create_graph wants gradients that have gradients
-            return self._with_graph(dy, tensors, kept, needs)
+        # create_graph wants differentiable gradients; batches of them are for PyTorch's own ops
+        if torch.is_grad_enabled() or calls.batched(dy):
+            return self._by_ops(dy, tensors, kept, needs)
         x, *rest = tensors
         assert x is not None
         weights = tuple(w for w in rest[: self.layers] if w is not None)
@@ -90,12 +89,7 @@ class Formula:
         found = run_backward(dy, x, weights, list(kept), *names, wanted, self.backward)
         return (found[0], *found[1], *found[2][:given])
 
-    def _by_ops(self, x: Tensor, *parameters: Any) -> Tensor:
-        """y by PyTorch's own ops, of the tensors as ``gradients`` has them."""
-        weights, biases = self._parted(parameters)
-        return reference.mlp(x, weights, biases, self.activation, self.final_activation)
-
-    def _with_graph(
+    def _by_ops(
         self,
         dy: Tensor,
         tensors: tuple[Tensor | None, ...],
@@ -106,7 +100,8 @@ class Formula:
         x, *parameters = tensors
         assert x is not None
         weights, biases = self._parted(parameters)
-        acts = [activation_of(name) for name in self._names()]
+        names = layer_activations(self.layers, self.activation, self.final_activation)
+        acts = [activation_of(name) for name in names]
         need_ws, need_bs = self._parted(needs[1:], absent=False)
         h = x.reshape(-1, x.shape[-1])
         entering, gave = [h], []
@@ -130,9 +125,6 @@ class Formula:
             dh = dpre @ weights[i] if i > first or needs[0] else dh
         dx = dh.reshape(x.shape) if needs[0] else None
         return (dx, *dws, *dbs)[: len(tensors)]
-
-    def _names(self) -> tuple[str, ...]:
-        return layer_activations(self.layers, self.activation, self.final_activation)
 
     def _parted(self, parameters: Sequence[Any], absent: Any = None) -> tuple[Any, Any]:
         """Weights and biases, or what stands for each."""
