@@ -16,7 +16,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
 from fastlinear.families.mlp.op import call
-from fastlinear.families.mlp.parts import Activations, Skips, has_parts, hidden, in_parts, placed
+from fastlinear.families.mlp.parts import Activations, Skips, hidden, in_parts, placed
 from fastlinear.nn.arguments import check_made
 from fastlinear.nn.mlp_layer import Layer, by_layer, check_layers
 from fastlinear.nn.mlp_sequential import free_name, module_of, read, shared
@@ -119,7 +119,7 @@ class MLP(nn.Module):
             weights = [layer.weight for layer in modules.values()]
             biases = [layer.bias for layer in modules.values()]
         names = self.activation, self.final_activation
-        if has_parts(self.activation, self.skips):
+        if self.skips or not isinstance(self.activation, str):
             return in_parts(call, (x, weights, biases, *names, self.backend), self.skips)
         return call(x, weights, biases, *names, self.backend)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastlinear.core import deprecated
 from fastlinear.dispatch.explain import Explanation
-from fastlinear.families.mlp.parts import Activations, Skips, has_parts, in_parts, parts_of
+from fastlinear.families.mlp.parts import Activations, Skips, in_parts, parts_of
 from fastlinear.families.mlp.spec import FRONT
 from fastlinear.op.front import needs_grad as trains
 from fastlinear.op.front import public
@@ -74,7 +74,7 @@ def mlp(
     """
     if allow_fast_matmul is not False:
         deprecated.fast_matmul(allow_fast_matmul, "mlp")
-    if has_parts(activation, skips):
+    if skips or not isinstance(activation, str):
         arguments = x, weights, biases, activation, final_activation, backend
         return in_parts(call, arguments, skips)
     return call(x, weights, biases, activation, final_activation, backend)  # type: ignore[no-any-return]
@@ -119,7 +119,7 @@ def explain(
     if allow_fast_matmul is not False:
         deprecated.fast_matmul(allow_fast_matmul, "explain", stacklevel=4)
     call = x, weights, biases, activation, final_activation, backend
-    if has_parts(activation, skips):
+    if skips or not isinstance(activation, str):
         if needs_grad is None:
             needs_grad = trains((x, tuple(weights), tuple(biases or ())))
         parts = [FRONT.explain(part, needs_grad) for part in parts_of(call, skips)]

@@ -27,11 +27,6 @@ _SKIPS = 'Give {5: "first"} for a layer 5 that takes cat([x, h]), {5: "last"} fo
 _NAMES = "Give one name for all, or one for each layer but the last."
 
 
-def has_parts(activation: Activations, skips: Skips) -> bool:
-    """Whether a call's arguments ask for a chain that may run in parts."""
-    return bool(skips) or isinstance(activation, (list, tuple))
-
-
 def placed(skips: Skips, layers: int, function: str = "mlp") -> dict[int, str]:
     """Where each layer takes the input, in the order of the layers.
 
