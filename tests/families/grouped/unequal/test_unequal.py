@@ -350,7 +350,8 @@ def test_kernels_compile_without_spilling(arch: str, tmp_path: Path) -> None:
     ]
     sums = (False, ("ADDS", "EARLY"))
     specialised += [(torch.float32, ADD, name, SINGLE, *sums) for name in ("none", "gelu")]
-    for dtype, mode, activation, tiles, pitched, extras in specialised:
+    every = 1 if arch == "sm_90a" else 4  # of the others a sample
+    for dtype, mode, activation, tiles, pitched, extras in specialised[::every]:
         save_pre = mode in (FORWARD, ADD) and activation == "gelu"
         rest = {"pitched": pitched, "extras": extras}
         text = compiled.source(dtype, mode, activation, save_pre, tiles, **rest)
