@@ -91,7 +91,8 @@ class MLP(nn.Module):
         self._depth = len(sizes) - 1
         names = hidden(activation, self._depth, "fastlinear.nn.MLP")
         if isinstance(activation, (list, tuple)):
-            activation = names if len(set(names)) > 1 else (*names, "none")[0]
+            several = len(set(names)) > 1
+            activation = names if several else names[0] if names else "none"
         self.activation = activation
         self.final_activation = final_activation
         self.backend = backend
