@@ -41,12 +41,21 @@ def gpt2():
 TOKENS = torch.randint(0, 100, (4, 64), generator=torch.Generator().manual_seed(0))
 
 
+def strays(report: ProfileReport) -> set[str]:
+    """Operations charged neither to a module nor to a known part of the step around it.
+
+    Shares of time are no measure here: the engine waits longer while other programs use the cores.
+    """
+    known = {"(autograd engine)", "(loss)", "(loss, backward)", "(step)", "aten::ones_like"}
+    return {name for name, _ in report.unattributed} - known
+
+
 def test_mlp_report():
     report = profile(mlp(), X, steps=1)
     assert report.model_class == "Sequential"
     assert (report.mode, report.device) == ("inference", "cpu")
     assert report.step_us > 0
-    assert report.attributed >= 0.95
+    assert not strays(report)
     names = {(r.fqn, r.op) for r in report.records}
     assert {("0", "aten::linear"), ("1", "aten::relu"), ("2", "aten::linear")} <= names
     assert {r.direction for r in report.records} == {"forward"}
@@ -94,11 +103,8 @@ def test_a_functions_backward_is_charged_to_its_linear():
 
 @pytest.mark.parametrize("mode", ["inference", "train"])
 def test_gpt2_is_attributed_to_qualified_names(gpt2, mode):
-    for _ in range(3):  # while other programs use the cores, threads wait for each other
-        report = profile(gpt2, {"input_ids": TOKENS, "use_cache": False}, mode)
-        if report.attributed >= 0.95:
-            break
-    assert report.attributed >= 0.95, report.unattributed
+    report = profile(gpt2, {"input_ids": TOKENS, "use_cache": False}, mode)
+    assert not strays(report)
     times = {r.fqn: r for r in report.records}
     assert "h.1.mlp.c_fc" in times
     assert times["h.1.mlp.c_fc"].module_class == "Conv1D"
@@ -130,7 +136,6 @@ def test_bert_and_vit_sites():
 @pytest.mark.parametrize("name", ["bert", "vit"])
 def test_encoders_are_attributed(name, mode):
     t = pytest.importorskip("transformers")
-    # wide enough that the loss, which belongs to no module, and the engine stay below 5%
     small = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
     if name == "bert":
         model = t.BertModel(t.BertConfig(**small, intermediate_size=1024, vocab_size=100))
@@ -138,11 +143,12 @@ def test_encoders_are_attributed(name, mode):
     else:
         model = t.ViTModel(t.ViTConfig(**small, intermediate_size=1024, image_size=64))
         inputs = {"pixel_values": torch.randn(8, 3, 64, 64)}
-    for _ in range(3):  # as above
-        report = profile(model, inputs, mode)
-        if report.attributed >= 0.95:
-            break
-    assert report.attributed >= 0.95, report.unattributed
+    report = profile(model, inputs, mode)
+    assert not strays(report)
+    directions = {"forward"} if mode == "inference" else {"forward", "backward"}
+    layers = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    for direction in directions:
+        assert layers <= {r.fqn for r in report.records if r.direction == direction}
 
 
 def test_a_healthy_linear_yields_nothing():
@@ -303,7 +309,7 @@ def test_compiled_parts_are_charged_to_their_caller(how):
         model[0].compile(backend="eager")
     keys = [tuple(vars(m)) for m in model.modules()]
     report = profile(model, X)
-    assert report.attributed > 0.9
+    assert not strays(report)
     inner = {s.fqn: s for s in report.sites}["0._orig_mod" if how == "function" else "0"]
     assert (inner.code, inner.calls) == ("not_called", 0)
     assert {s.code for s in report.sites if s is not inner} <= {"ok", "no_activation"}
@@ -357,7 +363,7 @@ def test_what_a_tiny_training_step_spends_outside_of_modules_has_a_name(rows):
     names = [name for name, _ in report.unattributed]
     assert {"(autograd engine)", "(loss)", "(loss, backward)"} <= set(names)
     assert not [name for name in names if "Backward0" in name or name == "aten::mean"]
-    assert report.named >= 0.95
+    assert not strays(report)
     (note,) = report.notes
     assert note.endswith(f"outside of the model; {report.named:.1%} of the step has a name")
 
