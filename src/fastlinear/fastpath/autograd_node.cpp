@@ -51,6 +51,15 @@ bool keeps_lock(const Tensors& given) {
   return given[0].is_cuda() || numbers <= kFew;
 }
 
+// One result, or a tuple of several, None for a missing one.
+PyObject* results_of(const Tape& tape, const Tensors& r) {
+  const auto& numbers = tape.results();
+  if (numbers.size() == 1) return THPVariable_Wrap(r[numbers[0]]);
+  c10::SmallVector<at::Tensor, 8> found;
+  for (const auto i : numbers) found.push_back(i < 0 ? at::Tensor() : r[i]);
+  return tuple_of(found, 0, found.size());
+}
+
 PyObject* run_tape(void* self, const Call& call, PyObject* const* args, void* stream) {
   const auto& calls = *static_cast<TapeCalls*>(self);
   using Impl = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
@@ -60,8 +69,7 @@ PyObject* run_tape(void* self, const Call& call, PyObject* const* args, void* st
       auto* impl = const_cast<c10::TensorImpl*>(call.tensors[i]);
       r.push_back(impl == nullptr ? at::Tensor() : at::Tensor(Impl::reclaim_copy(impl)));
     }
-    if (calls.tape.aligned(r) && ran(calls, r, stream))
-      return THPVariable_Wrap(r[calls.tape.results()[0]]);
+    if (calls.tape.aligned(r) && ran(calls, r, stream)) return results_of(calls.tape, r);
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
     return nullptr;
@@ -185,8 +193,8 @@ extern "C" PyObject* fastlinear_node_lists(PyObject* spec, PyObject* tensors) {
   return nullptr;
 }
 
-// A plan for calls without gradients: a tape of one result, the tensors of a call of its kind, and
-// a callable of the leading arguments for calls that the tape cannot serve.
+// A plan for calls without gradients: a tape, the tensors of a call of its kind, and a callable of
+// the leading arguments for calls that the tape cannot serve.
 extern "C" PyObject* fastlinear_node_tape(PyObject* spec, PyObject* tensors, PyObject* fallback) {
   try {
     fastpath::Tensors given;

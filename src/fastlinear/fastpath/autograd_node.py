@@ -70,13 +70,14 @@ def node(
     return _loaded_for(tensors).fastlinear_node_plan(spec, tuple(tensors))
 
 
-def tape(spec: Any, tensors: Sequence[Tensor | None], fallback: Callable[..., Tensor]) -> Any:
+def tape(spec: Any, tensors: Sequence[Tensor | None], fallback: Callable[..., Any]) -> Any:
     """A plan for the fast path for calls without gradients; only once :func:`begun` says so.
 
     Args:
-        spec: a tape's; its tensors are those of the call, its one result y.
+        spec: a tape's; its tensors are those of the call. One result is returned as it is, several
+            as a tuple, with None for one that is missing.
         tensors: those of a call of the kind, as the fast path sees them, None included.
-        fallback: (three leading arguments) → y, for otherwise aligned tensors.
+        fallback: (three leading arguments) → the same, for otherwise aligned tensors.
     """
     return _loaded_for(tensors).fastlinear_node_tape(spec, tuple(tensors), fallback)
 

@@ -93,9 +93,10 @@ def node(formula: Formula, *leading: Any) -> Any:
     )
 
 
-def inference(plan: Callable[..., Tensor], *leading: Any) -> Any:
+def inference(plan: Callable[..., Any], *leading: Any) -> Any:
     """The fast path's plan for calls without gradients of a kind that has run; None where that is
-    ``plan`` itself, which takes these leading arguments.
+    ``plan`` itself, which takes these leading arguments and returns a tensor, or a tuple of several
+    tensors and None.
 
     On a CPU that is so where a mode is on, which sees PyTorch's ops as Python calls them.
     """
@@ -105,7 +106,12 @@ def inference(plan: Callable[..., Tensor], *leading: Any) -> Any:
     begun = autograd_node.begun()
     if len(tensors) > autograd_node.MAX_TENSORS or not (begun or tensors[0].is_cuda):
         return None
-    spec = _record(lambda *given: (plan(*_nested(given, leading)),), tensors)
+
+    def results(*given: Tensor | None) -> Sequence[Tensor | None]:
+        found = plan(*_nested(given, leading))
+        return (found,) if isinstance(found, Tensor) else found
+
+    spec = _record(results, tensors)
     if spec is None:
         return None
     found = _one_launch(spec, plan, tensors)
@@ -114,12 +120,13 @@ def inference(plan: Callable[..., Tensor], *leading: Any) -> Any:
     return found
 
 
-def _one_launch(spec: tuple[Any, ...], plan: Callable[..., Tensor], tensors: Sequence[Any]) -> Any:
+def _one_launch(spec: tuple[Any, ...], plan: Callable[..., Any], tensors: Sequence[Any]) -> Any:
     """The table's own plan where a tape is one launch, whose result has the shape of x but for its
     last size; else None."""
-    steps, (y,), masks, _, stream, _ = spec
+    steps, (y, *more), masks, _, stream, _ = spec
     if (
         not tensors[0].is_cuda
+        or more
         or stream is not None
         or [step[0] for step in steps] != ["empty", "kernel"]
         or y != steps[0][1]

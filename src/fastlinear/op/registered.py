@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import Choice
 from fastlinear.op import library
 from fastlinear.op.front import check_invariant, choices
+from fastlinear.op.repeated import Repeated, Results
 from fastlinear.op.spec import Arguments, OpSpec, kind, leaves
 
 Chosen = tuple[Choice, ...] | None
@@ -96,14 +98,26 @@ class _Ops:
         self._passed_on = names.index(traced.passed_on) if traced.passed_on else None
         self._summed = names.index(traced.summed) if traced.summed else None
         self._results = [str(result.type) for result in schema.returns[1:]]
+        self._forwards = Repeated(f"{spec.name}, registered")
+        self._backwards = Repeated(f"{spec.name}_backward, registered")
 
     def forward(self, *given: Any) -> Any:
         """(operands, options, whether gradients are wanted, backend or ``""``) → y, saved."""
-        call, needs_grad = self._call(given[:-2], given[-1]), given[-2]
+        operands, options = given[: self._count], given[self._count :]
+        run = partial(self._forward_of, _lengths(operands), options)
+        found: Any = self._forwards(run, tuple(_flat(operands)), *_names(operands, options))
+        y, *saved = (found,) if isinstance(found, Tensor) else found
+        return self._returned(y, saved)
+
+    def _forward_of(
+        self, lengths: list[int | None], options: Sequence[Any], tensors: Sequence[Any]
+    ) -> Results:
+        operands = _nested(iter(tensors), lengths)
+        call, needs_grad = self._call((*operands, *options[:-2]), options[-1]), options[-2]
         saves = needs_grad and bool(self._traced.saved(call))
         y, saved = self._traced.forward(call, self._chosen(call, needs_grad), saves)
         y = y.contiguous()
-        return self._returned(y, [t.contiguous() for t in saved] if saves else [])
+        return (y, *(t.contiguous() for t in saved)) if saves else y
 
     def forward_fake(self, *given: Any) -> Any:
         call, needs_grad = self._call(given[:-2], given[-1]), given[-2]
@@ -132,7 +146,7 @@ class _Ops:
             operands, saved = (None,) * self._count, []
         elif ctx.complete and self._traced.reads_result(call):
             saved.append(y)
-        ctx.lengths = [len(o) if isinstance(o, (list, tuple)) else None for o in operands]
+        ctx.lengths = _lengths(operands)
         ctx.save_for_backward(*_flat(operands), *saved)
         ctx.options = inputs[self._count : -2]
         ctx.backend = inputs[-1]
@@ -175,9 +189,19 @@ class _Ops:
 
     def backward(self, dy: Tensor, saved: list[Tensor], *given: Any) -> list[Tensor]:
         """(dy, saved, operands, options, needs, backend) → a gradient or nothing each."""
-        call, needs = self._call(given[:-2], given[-1]), tuple(given[-2])
+        operands, options = (saved, *given[: self._count]), given[self._count :]
+        run = partial(self._backward_of, _lengths(operands), options)
+        found = self._backwards(run, (dy, *_flat(operands)), *_names(operands, options))
+        return [dy.new_empty(0) if g is None else g for g in found]
+
+    def _backward_of(
+        self, lengths: list[int | None], options: Sequence[Any], tensors: Sequence[Any]
+    ) -> Results:
+        dy, *rest = tensors
+        saved, *operands = _nested(iter(rest), lengths)
+        call, needs = self._call((*operands, *options[:-2]), options[-1]), tuple(options[-2])
         grads = self._traced.backward(dy, saved, call, self._chosen(call, True), needs)
-        return [dy.new_empty(0) if g is None else g.contiguous() for g in grads]
+        return tuple([None if g is None else g.contiguous() for g in grads])
 
     def backward_fake(self, dy: Tensor, _: list[Tensor], *given: Any) -> list[Tensor]:
         return [
@@ -220,6 +244,18 @@ def _flat(given: Sequence[Any]) -> list[Any]:
     for one in given:
         found += one if isinstance(one, (list, tuple)) else [one]
     return found
+
+
+def _lengths(given: Sequence[Any]) -> list[int | None]:
+    """How many tensors each list has; None for what is none."""
+    return [len(one) if isinstance(one, (list, tuple)) else None for one in given]
+
+
+def _names(operands: Sequence[Any], options: Sequence[Any]) -> list[str | bool]:
+    """Options as strings and booleans, and the lengths of lists where there are some."""
+    found = ["".join("01"[flag] for flag in o) if isinstance(o, list) else o for o in options]
+    lists = [str(len(one)) for one in operands if isinstance(one, list)]
+    return [*found, ",".join(lists)] if lists else found
 
 
 def _nested(found: Iterator[Any], lengths: Sequence[int | None]) -> list[Any]:

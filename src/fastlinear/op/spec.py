@@ -143,7 +143,7 @@ def kind(arguments: Arguments) -> tuple[Any, ...]:
     facts = [
         None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in leaves(arguments)
     ]
-    x = arguments[0]
+    x = first(arguments)
     return (tuple(facts), *arguments[3:], matmul_precision(x.dtype), is_captured(x))
 
 

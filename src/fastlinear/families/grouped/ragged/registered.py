@@ -13,6 +13,7 @@ from fastlinear.core import calls
 from fastlinear.families.grouped.ragged import products
 from fastlinear.families.grouped.ragged.formula import Formula
 from fastlinear.families.grouped.ragged.spec import SPEC
+from fastlinear.fastpath import recorder
 from fastlinear.op import library
 from fastlinear.op.registered import Chosen, Shape, Traced, register
 from fastlinear.op.spec import Arguments
@@ -20,7 +21,9 @@ from fastlinear.op.spec import Arguments
 
 def _formula(call: Arguments, chosen: Chosen) -> Formula | None:
     """The formula of what serves a call; None for PyTorch's own products."""
-    if chosen is None or calls.transforms_active() or calls.watched():
+    if chosen is None or calls.transforms_active():
+        return None
+    if calls.watched() and recorder.active() is None:
         return None
     name = chosen[0].backend.name
     return None if name == "eager" else Formula(call[3], name)

@@ -1,0 +1,170 @@
+"""What registered ops run: Python the first calls of a kind, tapes the later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastlinear.dispatch import cache
+from fastlinear.families import declared
+from fastlinear.fastpath import autograd_node, lookup, recorder
+from fastlinear.op import library, repeated
+
+declared.load_all()
+K = 16
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape)
+
+
+def layers(given: Tensor) -> tuple[Any, ...]:
+    return given, [draw(K, K), draw(5, K)], [draw(K), draw(5)], [True, True]
+
+
+# family → x → operands and options, before whether gradients are wanted
+CALLS: dict[str, Any] = {
+    "linear_act relu": lambda x: (x, draw(7, K), draw(7), "relu"),
+    "linear_act gelu": lambda x: (x, draw(7, K), None, "gelu"),
+    "mlp": lambda x: (*layers(x), "gelu", "none"),
+    "gated_mlp": lambda x: (
+        *(x, draw(K, K), draw(K, K), draw(3, K), draw(K), None, draw(3)),
+        *("silu", "apart", False),
+    ),
+    "diagonal_linear": lambda x: (x, draw(K), draw(K), x.clone(), "gelu"),
+    "grouped_linear": lambda x: (x, draw(2, 7, 8), draw(2, 7), "relu", "... (g k)"),
+    "ragged_linear": lambda x: (x, draw(3, 7, K), torch.tensor([3, 0, 3]), draw(3, 7), "relu"),
+}
+OPERANDS = {"gated_mlp": 7, "diagonal_linear": 4, "ragged_linear": 4}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    assert lookup.wait(120), lookup.reason_not()
+    assert autograd_node.wait(300), autograd_node.reason_not()
+    cache.forget()
+    yield
+    cache.forget()
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was recorded: a tape or None each."""
+    made: list[Any] = []
+    record = recorder.record
+
+    def noted(*given: Any, **options: Any) -> Any:
+        made.append(record(*given, **options))
+        return made[-1]
+
+    monkeypatch.setattr(recorder, "record", noted)
+    return made
+
+
+def tensors(given: Any) -> list[Tensor]:
+    if isinstance(given, Tensor):
+        return [given]
+    return [t for one in given for t in tensors(one)] if isinstance(given, list | tuple) else []
+
+
+def trained(name: str, call: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """What the forward gives; what the backward is given, and gives."""
+    op = name.split()[0]
+    made = tensors(library.call(op, *call, True, ""))
+    count = OPERANDS.get(op, 3)
+    operands, options = call[:count], call[count:]
+    y, *saved = [t for t in made if t.numel()]
+    saved = [*saved, y] if "relu" in call else saved
+    needs = [t is not None and t.is_floating_point() for t in _flat(operands)]
+    needs[-1] = needs[-1] and op != "diagonal_linear"  # its gradient is that of the result
+    back = y.new_ones(y.shape), saved, *operands, *options, needs, ""
+    return made, library.call(f"{op}_backward", *back)
+
+
+def _flat(operands: tuple[Any, ...]) -> list[Tensor | None]:
+    return [t for one in operands for t in (one if isinstance(one, list) else [one])]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tapes_give_what_python_gives(
+    name: str, tapes: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        trained(name, CALLS[name](draw(6, K)))
+    assert len(tapes) == 2
+    assert None not in tapes
+    for _ in range(2):  # of new numbers
+        call = CALLS[name](draw(6, K))
+        made, grads = trained(name, call)
+        assert len(tapes) == 2
+        with monkeypatch.context() as python:
+            python.setattr(repeated.Repeated, "__call__", lambda _, run, given, *names: run(given))
+            expected = trained(name, call)
+        for found, wanted in zip((made, grads), expected, strict=True):
+            for a, b in zip(found, wanted, strict=True):
+                assert torch.equal(a, b)
+                assert a.stride() == b.stride()
+                assert not a.requires_grad
+        memory = [t.untyped_storage().data_ptr() for t in (*made, *grads) if t.numel()]
+        memory += [t.untyped_storage().data_ptr() for t in tensors(call)]
+        assert len(set(memory)) == len(memory)
+
+
+def test_kinds_are_told_apart(tapes: list[Any]) -> None:
+    """By shapes, strides, options, what is saved, and lengths of lists."""
+    x, w = draw(6, K), draw(K, K)
+    for given in (x, x[:5], x.t().contiguous().t()):
+        for activation in ("relu", "gelu"):
+            for grad in (False, True):
+                for _ in range(3):
+                    y, saved = library.call("linear_act", given, w, None, activation, grad, "")
+                    expected = getattr(torch.nn.functional, activation)(given @ w.t())
+                    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+                    assert bool(saved.numel()) == (grad and activation == "gelu")
+    assert len(tapes) == 12
+    for count in (2, 3):
+        weights, flags = [w] * count, [False] * count
+        for _ in range(3):
+            y, _ = library.call("mlp", x, weights, [], flags, "relu", "none", False, "")
+            expected = x
+            for i in range(count):
+                expected = expected @ w.t()
+                expected = expected.relu() if i < count - 1 else expected
+            torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
+    assert len(tapes) == 14
+
+
+def test_a_gradient_that_is_not_wanted_is_empty() -> None:
+    x, w, dy = draw(6, K), draw(7, K), draw(6, 7)
+    for needs in ([True, False, False], [False, True, False], [False, True, True]):
+        for _ in range(4):
+            call = dy, [], x, w, draw(7), "none", needs, ""
+            grads = library.call("linear_act_backward", *call)
+            assert [bool(g.numel()) for g in grads] == needs
+            for g, expected in zip(grads, (dy @ w, dy.t() @ x, dy.sum(0)), strict=True):
+                if g.numel():
+                    torch.testing.assert_close(g, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_tuned_forgets_the_tapes(tapes: list[Any]) -> None:
+    call = draw(6, K), draw(7, K), None, "relu", False, ""
+    for _ in range(3):
+        library.call("linear_act", *call)
+    assert len(tapes) == 1
+    cache.forget()
+    for _ in range(3):
+        library.call("linear_act", *call)
+    assert len(tapes) == 2
+
+
+def test_a_forced_backend_keeps_its_own(tapes: list[Any]) -> None:
+    x, w = draw(6, K), draw(7, K)
+    for backend in ("eager", "gemm_cpp"):
+        for _ in range(3):
+            y, _ = library.call("linear_act", x, w, None, "relu", False, backend)
+            torch.testing.assert_close(y, (x @ w.t()).relu(), rtol=1e-4, atol=1e-5)
+    assert len(tapes) == 2
