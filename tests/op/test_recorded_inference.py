@@ -121,6 +121,16 @@ def test_the_first_call_records_nothing_and_the_second_does(
     assert torch.equal(first, third)
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", CALLS)
+def test_pytorchs_own_way_is_found_in_the_table(name: str, grad: bool) -> None:
+    """Where it is no tape, too: the look-up in Python costs as much as a small layer."""
+    call = (*CALLS[name](draw(6, 16).requires_grad_(grad)), "eager")
+    for _ in range(3):
+        front(name).call(*call)
+    assert front(name).table(*call) is not None
+
+
 def test_what_lies_in_the_table_runs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own ops among them, whose Python plan the table held before."""
     ran = []

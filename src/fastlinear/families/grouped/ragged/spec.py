@@ -44,7 +44,7 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
         return Resolved(own, by_torch=True)
     chosen = choices(SPEC, arguments, grad)  # one that cannot serve is refused of empty tensors too
     if empty or chosen[0].backend.name == "eager":
-        return Resolved(own, by_torch=True)
+        return Resolved(own, own, by_torch=True)
     if grad:
         return _train(arguments, chosen)
     formula = Formula(activation, chosen[0].backend.name)
