@@ -168,3 +168,22 @@ def test_a_forced_backend_keeps_its_own(tapes: list[Any]) -> None:
             y, _ = library.call("linear_act", x, w, None, "relu", False, backend)
             torch.testing.assert_close(y, (x @ w.t()).relu(), rtol=1e-4, atol=1e-5)
     assert len(tapes) == 2
+
+
+@pytest.mark.parametrize("backend", ["cpp", "eager", "batch_invariant"])
+def test_sizes_that_python_reads_are_in_no_tape(backend: str) -> None:
+    x, w = draw(6, K), draw(3, 7, K)
+    for sizes in ([6, 0, 0], [0, 6, 0], [1, 2, 3], [2, 0, 2]):
+        groups = torch.tensor(sizes)
+        y, _ = library.call("ragged_linear", x, w, groups, None, "none", True, backend)
+        parts = [
+            part @ m.t() for part, m in zip(x.split([*sizes, 6 - sum(sizes)]), w, strict=False)
+        ]
+        expected = torch.cat([*parts, x.new_zeros(6 - sum(sizes), 7)])
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+        back = torch.ones(6, 7), [], x, w, groups, None, "none", [True, True, False, False], backend
+        dx, dw, _ = library.call("ragged_linear_backward", *back)[:3]
+        rows = torch.repeat_interleave(torch.arange(3), groups)
+        torch.testing.assert_close(dx[: len(rows)], w.sum(1)[rows], rtol=1e-4, atol=1e-5)
+        sums = torch.zeros(3, K).index_add(0, rows, x[: len(rows)])
+        torch.testing.assert_close(dw[:, 0], sums, rtol=1e-4, atol=1e-5)

@@ -12,6 +12,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.families.grouped.ragged.problem import NAME
 from fastlinear.families.grouped.validation import check_bias, check_weight
+from fastlinear.fastpath import recorder
 from fastlinear.op.checks import (
     check_backend,
     check_dense,
@@ -64,11 +65,13 @@ def validate(
 
 
 def counted(group_sizes: Tensor, rows: int) -> list[int]:
-    """The sizes as the host reads them.
+    """The sizes as the host reads them. No tape may hold what it does by them.
 
     Raises:
         InputError: one is negative, or their sum passes the number of rows.
     """
+    if recorder.active() is not None:
+        raise recorder.NotRecordable("sizes of groups, which Python reads")
     sizes: list[int] = group_sizes.tolist()
     total = sum(sizes)
     if min(sizes) < 0 or total > rows:
