@@ -1,4 +1,7 @@
-"""What registered ops run: Python the first calls of a kind, tapes the later ones."""
+"""What registered ops run: Python the first calls of a kind, tapes the later ones.
+
+But for one test the second call is recorded here, so that few are needed.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fastlinear as fl
 from fastlinear.dispatch import cache
 from fastlinear.families import declared
 from fastlinear.fastpath import autograd_node, lookup, recorder
@@ -43,9 +47,10 @@ OPERANDS = {"gated_mlp": 7, "diagonal_linear": 4, "ragged_linear": 4}
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert lookup.wait(120), lookup.reason_not()
     assert autograd_node.wait(300), autograd_node.reason_not()
+    monkeypatch.setattr(repeated, "SIGHTS", 2)
     cache.forget()
     yield
     cache.forget()
@@ -187,3 +192,27 @@ def test_sizes_that_python_reads_are_in_no_tape(backend: str) -> None:
         torch.testing.assert_close(dx[: len(rows)], w.sum(1)[rows], rtol=1e-4, atol=1e-5)
         sums = torch.zeros(3, K).index_add(0, rows, x[: len(rows)])
         torch.testing.assert_close(dw[:, 0], sums, rtol=1e-4, atol=1e-5)
+
+
+def test_a_kind_is_recorded_when_that_will_have_paid(
+    tapes: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeated, "SIGHTS", 10)
+    call = draw(6, K), draw(7, K), None, "relu", False, ""
+    for sights in range(1, 13):
+        library.call("linear_act", *call)
+        assert len(tapes) == (sights >= 10)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_may_be_changed_in_place(name: str) -> None:
+    """Autograd refuses that of views, which a result in another shape would be."""
+    for _ in range(4):
+        y = tensors(library.call(name.split()[0], *CALLS[name](draw(6, K)), True, ""))[0]
+        assert not y._is_view()
+    run = torch.compile(
+        lambda x, w: fl.linear_act(x, w, activation="gelu"), backend="aot_eager", fullgraph=True
+    )
+    w = draw(7, K).requires_grad_()
+    for _ in range(4):
+        run(draw(2, 3, K), w).mul_(2)

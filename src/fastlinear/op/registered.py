@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.core import calls
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import Choice
 from fastlinear.op import library
@@ -117,6 +118,7 @@ class _Ops:
         saves = needs_grad and bool(self._traced.saved(call))
         y, saved = self._traced.forward(call, self._chosen(call, needs_grad), saves)
         y = y.contiguous()
+        y = calls.as_result(y, y.shape)
         return (y, *(t.contiguous() for t in saved)) if saves else y
 
     def forward_fake(self, *given: Any) -> Any:

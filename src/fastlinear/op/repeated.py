@@ -1,4 +1,4 @@
-"""Functions of tensors in C++, once calls of a kind come again: what registered ops run."""
+"""Functions of tensors in C++, once calls of a kind come often: what registered ops run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ Results = Tensor | tuple[Tensor | None, ...]
 """One result, or several, of which some may be missing."""
 Run = Callable[[Sequence[Tensor | None]], Results]
 
+SIGHTS = 10
+"""Calls of a kind that Python runs: a recording takes about as long as so many calls by it save, so
+that kinds which never come again cost nothing, and no kind more than twice the least."""
 _MOST_KINDS = 4096
 
 
@@ -29,7 +32,7 @@ class Repeated:
         """
         self._name = name
         self._table: Callable[..., Any] = no_table
-        self._known: set[Any] = set()
+        self._seen: dict[Any, int] = {}
         cache.on_change(self._forget)
         autograd_node.on_ready(self._forget)
 
@@ -60,11 +63,12 @@ class Repeated:
         if not (autograd_node.begun() and table.wants(tensors, None, None, *names)):
             return
         key = kind((tensors, None, None, *names))
-        if key not in self._known:
-            if len(self._known) >= _MOST_KINDS:
-                self._known.clear()
-            self._known.add(key)
+        if key not in self._seen and len(self._seen) >= _MOST_KINDS:
+            self._seen.clear()
+        seen = self._seen[key] = self._seen.get(key, 0) + 1
+        if seen < SIGHTS:
             return
+        del self._seen[key]
 
         def plan(given: Sequence[Tensor | None], *_: None) -> Results:
             return run(given)
@@ -73,7 +77,7 @@ class Repeated:
         table.admit(tensors, None, None, *names, made or plan)
 
     def _forget(self) -> None:
-        self._known.clear()
+        self._seen.clear()
         table = lookup.table(self._name) if lookup.ready() else None
         if table is not None:
             table.clear()

@@ -280,6 +280,18 @@ def test_nan_and_infinities_in_values_and_gradients(name: str, backend: str) -> 
 # States a call is made in
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_adds_a_residual_of_another_dtype(dtype: torch.dtype) -> None:
+    x, weight, residual = torch.randn(4, 8, dtype=dtype), torch.randn(8), torch.randn(4, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = fl.diagonal_linear(x, weight, activation="silu", residual=residual)
+        expected = residual + fl.diagonal_linear(x, weight, activation="silu")
+        assert y.dtype is torch.float32
+        assert torch.equal(y, expected)
+        with pytest.raises(InputError, match="expected residual of x's shape"):
+            fl.diagonal_linear(x, weight, residual=residual[:3])
+
+
 def test_autocast_casts_as_for_linear() -> None:
     x, w, b, r = draw(8, 5), draw(5).requires_grad_(), draw(5), draw(8, 5)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -145,9 +145,9 @@ def run_backward(
     if dy.dim() == 2:
         found: Gradients = run(dy, x, weight, bias, activation, needs)
         return found
-    k = dy.shape[-1]
-    rows = None if x is None else x.reshape(-1, k)
-    dx, dw, db = run(dy.view(-1, k), rows, weight, bias, activation, needs)
+    shape = dy.shape[:-1].numel(), dy.shape[-1]  # -1 is ambiguous where there are no features
+    rows = None if x is None else x.reshape(shape)
+    dx, dw, db = run(dy.view(shape), rows, weight, bias, activation, needs)
     return (None if dx is None else dx.view(dy.shape)), dw, db
 
 

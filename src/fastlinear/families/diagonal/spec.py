@@ -137,7 +137,8 @@ def _redirect(arguments: Arguments) -> Tensor | None:
     if residual is None:
         return None
     x, weight, (bias, _), *options = arguments
-    validate(x, weight, bias, options[0], None if residual.shape == x.shape else residual)
+    if residual.shape != x.shape:
+        validate(x, weight, bias, options[0], residual)  # raises; the call checks the rest
     y: Tensor = residual + FRONT.call(x, weight, (bias, None), *options)
     return y
 
