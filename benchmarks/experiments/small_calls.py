@@ -22,6 +22,7 @@ from fastlinear.core.timing import Samples, paired_ratio
 _WORKER = """
 import json, sys, time
 import torch
+import torch.nn.functional as F
 import fastlinear as fl
 from importlib import import_module as module
 for names in (
@@ -81,6 +82,10 @@ for t in (x, w, b, stack, many):
     t.requires_grad_()
 for name, call in calls.items():
     times[name, "forward+backward"] = timed(step(call))
+calls["PyTorch's linear and gelu"] = lambda: F.gelu(F.linear(x, w, b))
+for name, call in calls.items():
+    run = torch.compile(call, fullgraph=True)
+    times[name + ", compiled", "forward+backward"] = timed(step(run))
 print(json.dumps([[*key, value] for key, value in times.items()]))
 """
 
@@ -147,7 +152,7 @@ def main() -> None:
         low, high = row["ratio_ci95"]
         before, after = (float(np.median(row[name])) for name in ("before_us", "after_us"))
         print(
-            f"{row['call']:16} {row['direction']:17} {before:8.2f} → {after:8.2f} µs"
+            f"{row['call']:36} {row['direction']:17} {before:8.2f} → {after:8.2f} µs"
             f"  {row['ratio']:.3f} [{low:.3f}, {high:.3f}]"
         )
     if given.out is not None:

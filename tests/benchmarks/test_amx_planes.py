@@ -13,7 +13,6 @@ from fastlinear.kernels.cpu.grouped import half_products
 def test_six_products_of_planes_are_as_accurate_as_pytorch(size: tuple[int, int, int]) -> None:
     row = study.measured(*size, rounds=1)
     assert row["errors"]["planes"] <= 2 * row["errors"]["torch"]
-    assert row["tile loop"]["tflops"] > 0
 
 
 @pytest.mark.parametrize("size", [(33, 512, 32), (32, 100, 32)])

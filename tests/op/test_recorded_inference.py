@@ -72,20 +72,6 @@ def _forgotten() -> Iterator[None]:
     cache.forget()
 
 
-@pytest.fixture
-def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was recorded since: a tape or None each."""
-    made: list[Any] = []
-    record = recorder.record
-
-    def noted(*given: Any, **options: Any) -> Any:
-        made.append(record(*given, **options))
-        return made[-1]
-
-    monkeypatch.setattr(recorder, "record", noted)
-    return made
-
-
 def front(name: str) -> Front:
     found: Front = family(name).load_command().front
     return found

@@ -8,9 +8,8 @@ them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import Choice
 from fastlinear.op import library
 from fastlinear.op.front import check_invariant, choices
-from fastlinear.op.repeated import Repeated, Results
+from fastlinear.op.repeated import Operands, Repeated, Results, flat, lengths, nested
 from fastlinear.op.spec import Arguments, OpSpec, kind, leaves
 
 Chosen = tuple[Choice, ...] | None
@@ -99,21 +98,16 @@ class _Ops:
         self._passed_on = names.index(traced.passed_on) if traced.passed_on else None
         self._summed = names.index(traced.summed) if traced.summed else None
         self._results = [str(result.type) for result in schema.returns[1:]]
-        self._forwards = Repeated(f"{spec.name}, registered")
-        self._backwards = Repeated(f"{spec.name}_backward, registered")
+        self._forwards = Repeated(f"{spec.name}, registered", self._forward)
+        self._backwards = Repeated(f"{spec.name}_backward, registered", self._backward)
 
     def forward(self, *given: Any) -> Any:
         """(operands, options, whether gradients are wanted, backend or ``""``) → y, saved."""
-        operands, options = given[: self._count], given[self._count :]
-        run = partial(self._forward_of, _lengths(operands), options)
-        found: Any = self._forwards(run, tuple(_flat(operands)), *_names(operands, options))
+        found: Any = self._forwards(given[: self._count], given[self._count :])
         y, *saved = (found,) if isinstance(found, Tensor) else found
         return self._returned(y, saved)
 
-    def _forward_of(
-        self, lengths: list[int | None], options: Sequence[Any], tensors: Sequence[Any]
-    ) -> Results:
-        operands = _nested(iter(tensors), lengths)
+    def _forward(self, operands: Operands, options: Sequence[Any]) -> Results:
         call, needs_grad = self._call((*operands, *options[:-2]), options[-1]), options[-2]
         saves = needs_grad and bool(self._traced.saved(call))
         y, saved = self._traced.forward(call, self._chosen(call, needs_grad), saves)
@@ -137,7 +131,7 @@ class _Ops:
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         call, needs_grad = self._call(inputs[:-2], inputs[-1]), inputs[-2]
-        y, *saved = _flat(output) if self._results else [output]
+        y, *saved = flat(output) if self._results else [output]
         ctx.mark_non_differentiable(*saved)
         count = len(self._traced.saved(call))
         ctx.complete = needs_grad or not count
@@ -148,8 +142,8 @@ class _Ops:
             operands, saved = (None,) * self._count, []
         elif ctx.complete and self._traced.reads_result(call):
             saved.append(y)
-        ctx.lengths = _lengths(operands)
-        ctx.save_for_backward(*_flat(operands), *saved)
+        ctx.lengths = lengths(operands)
+        ctx.save_for_backward(*flat(operands), *saved)
         ctx.options = inputs[self._count : -2]
         ctx.backend = inputs[-1]
 
@@ -162,7 +156,7 @@ class _Ops:
             found[self._summed] = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1]).sum(0)
         elif any(_any(need) for i, need in enumerate(wanted) if i != self._passed_on):
             tensors = iter(ctx.saved_tensors)
-            operands = _nested(tensors, ctx.lengths)
+            operands = nested(tensors, ctx.lengths)
             found = self._gradients(ctx, dy, operands, list(tensors), found)
         return (*found, *(None for _ in ctx.options), None, None)
 
@@ -182,7 +176,7 @@ class _Ops:
         call = dy, saved, *operands, *ctx.options, needs, ctx.backend
         grads = library.call(f"{self._spec.name}_backward", *call)
         asked = iter([g if need else None for g, need in zip(grads, needs, strict=True)])
-        own = _nested(asked, ctx.lengths)
+        own = nested(asked, ctx.lengths)
         return [mine if mine is not None else given for mine, given in zip(own, found, strict=True)]
 
     def _needs_sum_alone(self, wanted: Sequence[Any]) -> bool:
@@ -191,16 +185,12 @@ class _Ops:
 
     def backward(self, dy: Tensor, saved: list[Tensor], *given: Any) -> list[Tensor]:
         """(dy, saved, operands, options, needs, backend) → a gradient or nothing each."""
-        operands, options = (saved, *given[: self._count]), given[self._count :]
-        run = partial(self._backward_of, _lengths(operands), options)
-        found = self._backwards(run, (dy, *_flat(operands)), *_names(operands, options))
+        operands, options = given[: self._count], given[self._count :]
+        found = self._backwards((dy, saved, *operands), options)
         return [dy.new_empty(0) if g is None else g for g in found]
 
-    def _backward_of(
-        self, lengths: list[int | None], options: Sequence[Any], tensors: Sequence[Any]
-    ) -> Results:
-        dy, *rest = tensors
-        saved, *operands = _nested(iter(rest), lengths)
+    def _backward(self, given: Operands, options: Sequence[Any]) -> Results:
+        dy, saved, *operands = given
         call, needs = self._call((*operands, *options[:-2]), options[-1]), tuple(options[-2])
         grads = self._traced.backward(dy, saved, call, self._chosen(call, True), needs)
         return tuple([None if g is None else g.contiguous() for g in grads])
@@ -208,7 +198,7 @@ class _Ops:
     def backward_fake(self, dy: Tensor, _: list[Tensor], *given: Any) -> list[Tensor]:
         return [
             dy.new_empty(t.shape if need and t is not None else (0,))
-            for t, need in zip(_flat(given[: self._count]), given[-2], strict=True)
+            for t, need in zip(flat(given[: self._count]), given[-2], strict=True)
         ]
 
     def _call(self, given: Sequence[Any], backend: str) -> Arguments:
@@ -238,31 +228,6 @@ class _Ops:
             if cache.changes() == began:
                 self._known[key] = found
         return None if empty else found
-
-
-def _flat(given: Sequence[Any]) -> list[Any]:
-    """Tensors and lists of them as one list."""
-    found: list[Any] = []
-    for one in given:
-        found += one if isinstance(one, (list, tuple)) else [one]
-    return found
-
-
-def _lengths(given: Sequence[Any]) -> list[int | None]:
-    """How many tensors each list has; None for what is none."""
-    return [len(one) if isinstance(one, (list, tuple)) else None for one in given]
-
-
-def _names(operands: Sequence[Any], options: Sequence[Any]) -> list[str | bool]:
-    """Options as strings and booleans, and the lengths of lists where there are some."""
-    found = ["".join("01"[flag] for flag in o) if isinstance(o, list) else o for o in options]
-    lists = [str(len(one)) for one in operands if isinstance(one, list)]
-    return [*found, ",".join(lists)] if lists else found
-
-
-def _nested(found: Iterator[Any], lengths: Sequence[int | None]) -> list[Any]:
-    """The inverse: the next of ``found`` where a length is None, else a list of that many."""
-    return [next(found) if n is None else [next(found) for _ in range(n)] for n in lengths]
 
 
 def _any(need: Any) -> bool:
