@@ -18,6 +18,7 @@ using std::max;
 using std::min;
 typedef unsigned int u32;
 typedef unsigned long long u64;
+constexpr int BK = 64;
 
 #define __device__
 #define __constant__ const
@@ -41,8 +42,17 @@ inline float __uint_as_float(u32 x) {
 }
 inline u32 __umulhi(u32 a, u32 b) { return static_cast<u64>(a) * b >> 32; }
 
+struct uint2 {
+  u32 x, y;
+};
 struct uint4 {
   u32 x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
 };
 struct Index {
   int x;
@@ -128,6 +138,12 @@ inline int __shfl_sync(u32, int v, int lane) {
 
 inline u32 __shfl_xor_sync(u32, u32 v, int apart) {
   return __shfl_sync(0, static_cast<int>(v), current % 32 ^ apart);
+}
+
+inline bool __any_sync(u32, bool v) {
+  int found = v;
+  for (int apart = 1; apart < 32; apart *= 2) found |= __shfl_xor_sync(0, found, apart);
+  return found;
 }
 
 template <int>
@@ -222,6 +238,10 @@ inline void mbar_arrive(u32 bar) {
 inline void mbar_wait(u32 bar, u32 parity) {
   while (block.barriers.at(bar).phase == static_cast<int>(parity)) yield();
 }
+
+inline void mbar_arrive_cta(u32 bar, u32) { mbar_arrive(bar); }  // clusters have one block here
+inline u32 cluster_rank() { return 0; }
+inline void cluster_sync() {}
 
 inline void fence_barriers() {}
 inline void fence_async() {}

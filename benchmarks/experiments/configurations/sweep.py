@@ -28,6 +28,7 @@ from benchmarks.experiments.configurations import (
     linear_products,
     mlp_rows,
     mlp_whole,
+    planes,
     rows,
 )
 from benchmarks.experiments.configurations.kind import Kind, Problem
@@ -44,6 +45,7 @@ KINDS: dict[str, Kind] = {
     "diagonal-forward": diagonal.FORWARD,
     "mlp-rows": mlp_rows.KIND,
     "mlp-whole": mlp_whole.KIND,
+    "planes": planes.KIND,
 }
 _FROM_BEST, _OF_BEST, _FROM_ALL = 5, 0.1, 4  # of the tenth that should be best, and of all
 _LEAST_BEST = 12

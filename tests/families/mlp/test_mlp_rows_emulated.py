@@ -5,154 +5,25 @@ What cannot be seen so is whether the instructions do what ``emulated_hopper.h``
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import struct
-import subprocess
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastlinear.activations.reference import CUDA_HEADER
 from fastlinear.core.compare import judge
 from fastlinear.families.mlp import reference
 from fastlinear.families.mlp.cuda import rows, rows_backend, rows_plans
 from fastlinear.families.mlp.cuda.rows import Rows, Shares
-from fastlinear.kernels.cuda.hopper import ASYNC, WORDS
-from fastlinear.native import cuda_driver as driver
-
-if not shutil.which("g++"):
-    pytest.skip("needs a C++ compiler", allow_module_level=True)
-
-_EMULATED = Path(__file__).parents[2] / "kernels" / "emulated_hopper.h"
-_BUILT: dict[str, ctypes.CDLL] = {}
-_INSTRUCTIONS = {
-    'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = exp2f(x);",
-    'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = 1.0f / x;",
-}
-_MAIN = """
-Params given;
-void body() {{
-  {name}(given);
-  fibers[current].done = true;
-}}
-extern "C" void launch(const void* params, int size, int blocks, int layers) {{
-  if (size != sizeof(Params)) abort();
-  memcpy(&given, params, sizeof(given));
-  run_grid(blocks, layers, body);
-}}
-"""
-
-
-def emulated_source(text: str, name: str, threads: int) -> str:
-    """A kernel's source for a CPU: in place of PTX, what emulates it."""
-    macros = "".join(line for line in text.splitlines(True) if line.startswith("#define"))
-    kernel = text[text.index(ASYNC.read_text()) + len(ASYNC.read_text()) :]
-    assert WORDS.read_text() in text
-    activations = CUDA_HEADER.read_text()
-    for ptx, meant in _INSTRUCTIONS.items():
-        assert ptx in activations
-        activations = activations.replace(ptx, meant)
-    head = macros + f"#define EMULATED_THREADS {threads}\n" + _EMULATED.read_text()
-    return head + activations + kernel + _MAIN.format(name=name)
-
-
-class Map(driver.TensorMap):
-    """A TMA descriptor of rows of 64 numbers, as ``emulated_hopper.h`` reads it."""
-
-    def __init__(
-        self,
-        _dtype: str,
-        n: int,
-        k: int,
-        stride: int,
-        box_rows: int,
-        box_columns: int,
-        address: int,
-        _device: int,
-    ) -> None:
-        assert box_columns == 64
-        assert stride % 8 == 0
-        assert address % 16 == 0
-        self._facts = stride, n, k, box_rows
-        self._own = ctypes.create_string_buffer(128)
-        self.pointer = ctypes.addressof(self._own)
-        self.point_at(address)
-
-    def point_at(self, address: int) -> None:
-        assert address % 16 == 0
-        ctypes.memmove(self.pointer, struct.pack("<Qqiii", address, *self._facts), 28)
-
-
-class Launch:
-    """``cuda_driver.Launch`` of a kernel compiled for the CPU."""
-
-    def __init__(self, kernel: Any, threads: int, _cluster: int, arguments: Any) -> None:
-        self._text, self._name, self._threads = kernel.text, kernel.name, threads
-        self._arguments = arguments
-        self._config = driver._LaunchConfig()
-        self._config.grid[:] = [1, 1, 1]
-
-    def max_clusters(self) -> int:
-        return 2
-
-    def set_grid(self, blocks: int) -> None:
-        self._config.grid[0] = blocks
-
-    def begin_early(self) -> None:
-        pass
-
-    def run(self, _stream: int) -> None:
-        source = emulated_source(self._text, self._name, self._threads)
-        if source not in _BUILT:
-            path = Path(FOLDER[-1]) / f"{len(_BUILT)}.cpp"
-            path.write_text(source)
-            built = path.with_suffix(".so")
-            flags = ["-O2", "-std=c++17", "-w", "-shared", "-fPIC", "-fno-gnu-unique"]
-            subprocess.run(["g++", *flags, "-o", built, path], check=True, capture_output=True)
-            _BUILT[source] = ctypes.CDLL(str(built))
-        (memory,) = self._arguments
-        grid = self._config.grid
-        _BUILT[source].launch(memory, ctypes.sizeof(memory), grid[0], grid[1])
-
-
-class Kernel:
-    device = None
-
-    def __init__(self, text: str, name: str) -> None:
-        self.text, self.name = text, name
-
-
-FOLDER: list[str] = []
+from tests.kernels.emulation import emulate
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> Iterator[None]:
-    """Launches run on the CPU; new memory is NaN."""
-    if not FOLDER:
-        FOLDER.append(str(tmp_path_factory.mktemp("rows")))
-    new_empty = Tensor.new_empty
-
-    def unknown(t: Tensor, *shape: int) -> Tensor:
-        return new_empty(t, *shape).fill_(float("nan"))
-
-    facts = SimpleNamespace(units=4)
-    for where, name, value in (
-        (driver, "TensorMap", Map),
-        (driver, "Launch", Launch),
-        (rows_backend, "_kernel", lambda text, name, *_: Kernel(text, name)),
-        (rows_backend, "device_facts", lambda _: facts),
-        (Tensor, "new_empty", unknown),
-    ):
-        monkeypatch.setattr(where, name, value)
-    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
-        monkeypatch.setattr(torch._C, name, lambda *_: None, raising=False)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Launches run on the CPU."""
+    emulate(monkeypatch, rows_backend)
     yield
     rows_backend._plans.clear()
     rows_backend._grads_plans.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -17,9 +18,38 @@ from fastlinear.native import cuda_driver as driver
 
 _MAX_PLANS = 1024
 _ALIGNMENT = 64  # of a TMA descriptor in host memory
+_ANY = 1  # address bits that kernels take as they come: rows may begin anywhere
+MAP_BYTES = 128
+"""Of a TMA descriptor."""
 Plan = TypeVar("Plan")
 Place = driver.TensorMap | ctypes.c_void_p
 """An argument that holds the address of a tensor."""
+
+
+class Block:
+    """A kernel's one argument: a struct that holds TMA descriptors, addresses and numbers."""
+
+    def __init__(self, size: int) -> None:
+        memory = (ctypes.c_char * (size + 64))()
+        skipped = -ctypes.addressof(memory) % 64
+        self.argument = (ctypes.c_char * size).from_buffer(memory, skipped)  # keeps the memory
+        self.base = ctypes.addressof(self.argument)
+        self.places: list[tuple[Place, int]] = []
+        self.masks: dict[int, int] = {}
+
+    def map(self, at: int, of: driver.TensorMap, tensor: int) -> None:
+        """A descriptor of the tensor of that number."""
+        of.lie_at(self.base + at)
+        self.places.append((of, tensor))
+
+    def address(self, at: int, tensor: int, mask: int = _ANY) -> None:
+        """The address of the tensor of that number; ``mask``: the bits of it that must stay."""
+        self.places.append((ctypes.c_void_p.from_address(self.base + at), tensor))
+        self.masks.setdefault(tensor, mask)
+
+    def numbers(self, at: int, form: str, *values: int) -> None:
+        """Numbers, as ``struct`` packs them."""
+        struct.pack_into("<" + form, self.argument, at, *values)
 
 
 class Prepared:

@@ -3,8 +3,6 @@ addresses."""
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -20,43 +18,15 @@ from fastlinear.families.mlp.cuda.rows import (
     Widths,
     blocks_of,
 )
-from fastlinear.kernels.cuda.prepared import Place, Prepared
+from fastlinear.kernels.cuda.prepared import MAP_BYTES, Block, Prepared
 from fastlinear.native import cuda_driver as driver
 
-_MAP_BYTES = 128  # of a TMA descriptor
 _SUMS_THREADS = 256
-_ANY = 1  # address bits that kernels take as they come: rows may begin anywhere
-
-
-class Block:
-    """A kernel's one argument: a struct that holds TMA descriptors, addresses and numbers."""
-
-    def __init__(self, size: int) -> None:
-        memory = (ctypes.c_char * (size + 64))()
-        skipped = -ctypes.addressof(memory) % 64
-        self.argument = (ctypes.c_char * size).from_buffer(memory, skipped)  # keeps the memory
-        self.base = ctypes.addressof(self.argument)
-        self.places: list[tuple[Place, int]] = []
-        self.masks: dict[int, int] = {}
-
-    def map(self, at: int, of: driver.TensorMap, tensor: int) -> None:
-        """A descriptor of the tensor of that number."""
-        of.lie_at(self.base + at)
-        self.places.append((of, tensor))
-
-    def address(self, at: int, tensor: int) -> None:
-        """The address of the tensor of that number, in any alignment."""
-        self.places.append((ctypes.c_void_p.from_address(self.base + at), tensor))
-        self.masks.setdefault(tensor, _ANY)
-
-    def numbers(self, at: int, form: str, *values: int) -> None:
-        """Numbers, as ``struct`` packs them."""
-        struct.pack_into("<" + form, self.argument, at, *values)
 
 
 # weight[] | in, bias[], out[], aside[], saved[], in_saved, in_out | in_stride | rows, steps,
 # width[], pitch[]
-_IN = _MAP_BYTES * MAX_STEPS
+_IN = MAP_BYTES * MAX_STEPS
 _BIAS, _OUT, _ASIDE, _SAVED = (_IN + 8 + 8 * MAX_STEPS * i for i in range(4))
 _IN_SAVED = _SAVED + 8 * MAX_STEPS
 _IN_STRIDE = _IN_SAVED + 16
@@ -96,7 +66,7 @@ class RowsPlan:
             assert weight is not None
             (n, k), stride, address = weight.shape, weight.stride(0), weight.data_ptr()
             shape = dtype, n, k, stride, 64, 64, address, device
-            block.map(_MAP_BYTES * s, driver.TensorMap(*shape), 3 + 5 * s)
+            block.map(MAP_BYTES * s, driver.TensorMap(*shape), 3 + 5 * s)
             for i, at in enumerate((_BIAS, _OUT, _ASIDE, _SAVED), 1):
                 block.address(at + 8 * s, 3 + 5 * s + i)
         block.numbers(_IN_STRIDE, "q", into.stride(0))
@@ -144,7 +114,7 @@ class CopiesPlan:
 
 # dpre[], input[] | weight[], bias[], parts | parts_at[] | rows, layers, n[], k[], tile[], slices[],
 # slice_rows[], first[]
-_WEIGHT = 2 * _MAP_BYTES * MAX_STEPS
+_WEIGHT = 2 * MAP_BYTES * MAX_STEPS
 _BIAS_GRAD = _WEIGHT + 8 * MAX_STEPS
 _PARTS = _BIAS_GRAD + 8 * MAX_STEPS
 _PARTS_AT = _PARTS + 8
@@ -214,7 +184,7 @@ def _grads_block(
             t = given[1 + 4 * i + which]
             assert t is not None
             shape = DTYPE_NAMES[t.dtype], *t.shape, t.stride(0), 64, 64, t.data_ptr(), device
-            at = _MAP_BYTES * (i + MAX_STEPS * which)
+            at = MAP_BYTES * (i + MAX_STEPS * which)
             block.map(at, driver.TensorMap(*shape), 1 + 4 * i + which)
         block.address(_WEIGHT + 8 * i, 3 + 4 * i)
         block.address(_BIAS_GRAD + 8 * i, 4 + 4 * i)

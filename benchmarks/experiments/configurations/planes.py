@@ -1,0 +1,82 @@
+"""Products of linear_act's ``planes``, of operands that are split already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import torch
+
+from benchmarks.experiments.configurations.kind import (
+    Kind,
+    Problem,
+    log_uniform,
+    normal,
+    turns,
+    width,
+)
+from fastlinear.families.linear.cuda import planes, planes_backend
+from fastlinear.families.linear.cuda.planes import Config
+
+_MOST_ROWS, _MOST_FLOPS, _MOST_NUMBERS = 1 << 17, 5e11, 1e8
+_UNITS = 132
+
+
+def _draw(draw: Random) -> Problem | None:
+    piece = draw.choice(("forward", "forward", "grad_input", "grad_weight"))
+    m, k, n = log_uniform(draw, _MOST_ROWS), width(draw), width(draw)
+    if max(m * k, k * n, m * n) > _MOST_NUMBERS or 2 * m * k * n > _MOST_FLOPS:
+        return None
+    activation = draw.choice(("none", "relu", "gelu")) if piece == "forward" else "none"
+    return {"piece": piece, "M": m, "K": k, "N": n, "activation": activation}
+
+
+def _product(p: Problem) -> tuple[int, int, int]:
+    """Rows, columns and depth."""
+    m, k, n = p["M"], p["K"], p["N"]
+    return {"forward": (m, n, k), "grad_input": (m, k, n), "grad_weight": (n, k, m)}[p["piece"]]
+
+
+def _candidates(p: Problem) -> list[Config]:
+    """What calls choose from, without turns and in clusters, too."""
+    found = [
+        replace(c, turns=turned, cluster=cluster)
+        for c in planes.candidates(*_product(p))
+        for turned in (True, False)
+        for cluster in (1, 2)
+    ]
+    return [c for c in found if c.invalid() is None]
+
+
+def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
+    m, n, k = _product(p)
+    of_rows = {"forward": (True, True), "grad_input": (True, False), "grad_weight": (False, False)}
+
+    def made(size: int, by_rows: bool) -> planes_backend.Planes:
+        shape = (size, k) if by_rows else (k, size)
+        numbers = normal(place, torch.float32, *shape)
+        return planes_backend.split((numbers,), not by_rows)[0]
+
+    ways = of_rows[p["piece"]]
+    sets = turns(m * k + k * n + m * n, torch.float32)
+    return [(made(m, ways[0]), made(n, ways[1])) for _ in range(sets)]
+
+
+def _run(p: Problem, c: Config) -> Callable[..., Any]:
+    return lambda a, b: planes_backend.product(a, b, None, p["activation"], config=c)
+
+
+KIND = Kind(
+    draw=_draw,
+    chosen=lambda p: planes.config_for(*_product(p), _UNITS),
+    candidates=_candidates,
+    microseconds=lambda p, c: c.microseconds(*_product(p), _UNITS),
+    inputs=_inputs,
+    run=_run,
+    terms=lambda p, c: c.terms(*_product(p), _UNITS),
+    config=lambda p, fields: Config(**fields),
+    group=lambda p: "all",
+    plans=planes_backend._product_plans,
+)

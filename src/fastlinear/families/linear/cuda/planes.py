@@ -1,0 +1,136 @@
+"""Products of float32 by three products of float16 on Hopper: kernels and how they are shared out.
+
+``planes_split.cu`` makes two planes of float16 of each operand, ``planes.cu`` multiplies them.
+Touches no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+from pathlib import Path
+
+import torch
+
+from fastlinear.activations.reference import CUDA_HEADER, cuda_macros
+from fastlinear.kernels.cuda.hopper import ASYNC, BK, SHARED_LIMIT, WORDS, wgmma_source
+
+KERNEL, SUMS_KERNEL = "planes_product", "planes_sums"
+ROWS_KERNEL, MAXIMA_KERNEL, COLUMNS_KERNEL = (
+    "planes_split_rows",
+    "planes_columns",
+    "planes_split_columns",
+)
+THREADS, SPLIT_THREADS = 384, 256
+_MOST_SLICES = 64
+_HERE = Path(__file__)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a product is shared out.
+
+    Attributes:
+        bn: columns of a tile of 128 rows.
+        stages: of the pipeline, each 64 steps along K.
+        cluster: blocks along M that share one tile of the second operand.
+        group_m: row tiles (of 128 * cluster) visited before moving to the next column.
+        turns: whether consumers issue their products by turns.
+        slices: that K is shared out in.
+    """
+
+    bn: int = 192
+    stages: int = 2
+    cluster: int = 1
+    group_m: int = 8
+    turns: bool = True
+    slices: int = 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory."""
+        return self.stages * (2 * (128 + self.bn) * BK * 2 + 16)
+
+    def invalid(self) -> str | None:
+        """Why this configuration cannot be built, or None."""
+        if self.bn not in (64, 128, 192) or self.bn % (8 * self.cluster):
+            return f"{self.bn} columns of {self.cluster} blocks"
+        if self.stages < 2 or self.shared_bytes > SHARED_LIMIT:
+            return f"{self.shared_bytes} bytes of shared memory with {self.stages} stages"
+        return None
+
+    def terms(self, m: int, n: int, k: int, units: int) -> tuple[float, ...]:
+        """What a launch's time is a weighted sum of: for each width of tiles its products and its
+        tiles, in turn; then one, what slices write and read again, and whether there are any."""
+        tiles = ceil(m / (128 * self.cluster)) * ceil(n / self.bn) * self.slices
+        rounds = ceil(tiles / (units // self.cluster))
+        steps = rounds * slice_tiles(k, self.slices)
+        by_width = [v * (bn == self.bn) for bn in STAGES for v in (steps, rounds)]
+        apart = self.slices > 1
+        return (*by_width, 1.0, apart * self.slices * m * n / 1e6, float(apart))
+
+    def microseconds(self, m: int, n: int, k: int, units: int) -> float:
+        """How long a launch takes, by a model."""
+        return sum(us * t for us, t in zip(_US, self.terms(m, n, k, units), strict=True))
+
+
+def source(
+    config: Config, activation: str, has_bias: bool, save_pre: bool, a_mn: bool, b_mn: bool
+) -> str:
+    """The complete CUDA C++ source of one specialisation of ``planes.cu``."""
+    macros = {
+        "BM": 128,
+        "BN": config.bn,
+        "STAGES": config.stages,
+        "CLUSTER": config.cluster,
+        "GROUP_M": config.group_m,
+        "TURNS": int(config.turns),
+        "A_MN": int(a_mn),
+        "B_MN": int(b_mn),
+        "SAVE": int(save_pre),
+        "HAS_BIAS": int(has_bias),
+        "IS_BF16": 0,
+        **cuda_macros("tail", activation),
+    }
+    return (
+        "".join(f"#define {k} {v}\n" for k, v in macros.items())
+        + wgmma_source(config.bn, torch.float16, a_mn, b_mn)
+        + "".join(p.read_text() for p in (WORDS, CUDA_HEADER, ASYNC, _HERE.with_suffix(".cu")))
+    )
+
+
+def split_source(lanes: int) -> str:
+    """The complete CUDA C++ source of ``planes_split.cu``; ``lanes`` share a row, 32 or 256."""
+    macros = {"IS_BF16": 0, "LANES": lanes}
+    return "".join(f"#define {k} {v}\n" for k, v in macros.items()) + "".join(
+        path.read_text() for path in (WORDS, _HERE.with_name("planes_split.cu"))
+    )
+
+
+STAGES = {64: 4, 128: 3, 192: 2}
+"""Of each width of tiles, as many as shared memory holds."""
+# Microseconds of each of ``terms``: guesses by arithmetic. A step of a tile has 24 wgmma, of bn / 2
+# clocks each.
+_US = (0.44, 1.0, 0.88, 1.5, 1.31, 2.0, 2.0, 2.5e-3, 2.5)
+
+
+def slice_tiles(k: int, slices: int) -> int:
+    """k-tiles of a slice."""
+    return ceil(ceil(k / BK) / slices)
+
+
+def candidates(m: int, n: int, k: int) -> Iterator[Config]:
+    """All that a call chooses from; m, n, k: of the product."""
+    k_tiles = ceil(k / BK)
+    counts = {ceil(k_tiles / ceil(k_tiles / s)) for s in range(1, min(k_tiles, _MOST_SLICES) + 1)}
+    for bn, stages in STAGES.items():
+        for slices in sorted(counts):
+            yield Config(bn, stages, slices=slices)
+
+
+@cache
+def config_for(m: int, n: int, k: int, units: int) -> Config:
+    """The configuration that is predicted to take the least time."""
+    return min(candidates(m, n, k), key=lambda c: c.microseconds(m, n, k, units))

@@ -1,0 +1,139 @@
+"""The CUDA C++ of products by planes run on a CPU, thread by thread.
+
+What cannot be seen so is whether the instructions do what ``emulated_hopper.h`` says they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastlinear.core.compare import judge
+from fastlinear.families.linear.cuda import planes_backend
+from fastlinear.families.linear.cuda.planes import Config
+from tests.kernels.emulation import emulate
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Launches run on the CPU."""
+    emulate(monkeypatch, planes_backend)
+    planes_backend._units.cache_clear()
+    yield
+    planes_backend._split_plans.clear()
+    planes_backend._product_plans.clear()
+    planes_backend._units.cache_clear()
+
+
+def values(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def near(ours: Tensor | None, theirs: Tensor, oracle: Tensor) -> None:
+    assert ours is not None
+    verdict = judge("product", ours, theirs, oracle)
+    assert verdict.passed, str(verdict)
+
+
+def check(x: Tensor, weight: Tensor, dpre: Tensor) -> None:
+    """All three products against float64, beside PyTorch's own."""
+    for ours, (a, b) in (
+        (planes_backend.forward(x, weight, None, "none", False)[0], (x, weight.t())),
+        (planes_backend.grad_input(dpre, weight), (dpre, weight)),
+        (planes_backend.grad_weight(dpre, x), (dpre.t(), x)),
+    ):
+        near(ours, a @ b, a.double() @ b.double())
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(130, 70, 200), (1, 64, 40), (64, 1, 65), (200, 129, 7), (300, 24, 385)]
+)
+def test_products_in_every_layout(m: int, k: int, n: int) -> None:
+    check(values(m, k), values(n, k, seed=1), values(m, n, seed=2))
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_bias_and_activation(slices: int) -> None:
+    x, weight, bias = values(70, 200), values(33, 200, seed=1), values(33, seed=2)
+    a, b = planes_backend.split((x, weight), False)
+    y, pre = planes_backend.product(a, b, bias, "gelu", True, config=Config(slices=slices))
+    theirs = torch.nn.functional.linear(x, weight, bias)
+    oracle = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    near(pre, theirs, oracle)
+    near(y, torch.nn.functional.gelu(theirs), torch.nn.functional.gelu(oracle))
+
+
+@pytest.mark.parametrize(
+    ("config", "turned"),
+    [
+        (Config(64, 4), (False, False)),
+        (Config(128, 3, turns=False), (False, True)),
+        (Config(128, 3, group_m=2), (True, True)),
+        (Config(192, 2), (True, False)),
+        (Config(192, 2, turns=False, group_m=1), (False, False)),
+    ],
+    ids=str,
+)
+def test_every_configuration(config: Config, turned: tuple[bool, bool]) -> None:
+    a, b = values(270, 330), values(400, 330, seed=1)
+    assert config.invalid() is None
+    planes = [
+        planes_backend.split((t.t().contiguous() if by_columns else t,), by_columns)[0]
+        for t, by_columns in zip((a, b), turned, strict=True)
+    ]
+    for slices in (1, 2):
+        given = replace(config, slices=slices)
+        ours, _ = planes_backend.product(*planes, config=given)  # type: ignore[misc]
+        near(ours, a @ b.t(), a.double() @ b.double().t())
+
+
+def test_rows_and_columns_of_any_scale() -> None:
+    x, weight, dpre = values(150, 90), values(40, 90, seed=1), values(150, 40, seed=2)
+    rows = torch.exp2(torch.linspace(-60, 60, 150))[:, None]
+    for t in (x * rows, x * 2.0**-140, x * 2.0**100, x * torch.exp2(torch.arange(90.0) / -4)):
+        ours, _ = planes_backend.forward(t, weight, None, "none", False)
+        theirs, oracle = t @ weight.t(), t.double() @ weight.double().t()
+        for one, own, exact in zip(ours, theirs, oracle, strict=True):
+            near(one, own, exact)
+    check(x, weight * 2.0**-130, dpre * 2.0**-100)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 2.0**60])
+def test_lines_without_planes(value: float) -> None:
+    """One number that no plane can hold beside others: PyTorch's results, and exact others."""
+    x, weight, dpre = values(140, 70), values(36, 70, seed=1), values(140, 36, seed=2)
+    for t, at in ((x, (77, 13)), (weight, (20, 69)), (dpre, (3, 35))):
+        kept, t[at] = float(t[at]), value
+        weight[5] = 0 if t is not weight else weight[5]
+        check(x, weight, dpre)
+        t[at] = kept
+
+
+def test_zeros_and_small_beside_large() -> None:
+    x = torch.diag(torch.tensor([3.0, 5.0 * 2.0**-27]))
+    weight = torch.tensor([[1.0, 2.0], [0.0, 7.0], [2.0**-40, 1.0]])
+    ours, _ = planes_backend.forward(x, weight, None, "none", False)
+    assert torch.equal(ours, x @ weight.t())
+    one = torch.tensor([[3.0, 5.0 * 2.0**-27]])
+    ours, _ = planes_backend.forward(one, torch.eye(2), None, "none", False)
+    assert torch.allclose(ours, one, rtol=2.0**-21, atol=0)
+    far = torch.tensor([[2.0**60, *[1.0] * 63]])
+    skip = torch.tensor([[0.0, *[1.0] * 63]])
+    ours, _ = planes_backend.forward(far, skip, None, "none", False)
+    assert ours.item() == 63.0
+    zeros = torch.zeros(5, 12)
+    assert not planes_backend.forward(zeros, values(8, 12), None, "none", False)[0].any()
+
+
+def test_numbers_that_begin_anywhere() -> None:
+    def moved(t: Tensor, by: int) -> Tensor:
+        return torch.cat([t.new_zeros(by), t.flatten()])[by:].view(t.shape)
+
+    x, weight, dpre = values(40, 37), values(24, 37, seed=1), values(40, 24, seed=2)
+    check(moved(x, 1), moved(weight, 3), moved(dpre, 2))
+    wide = values(40, 80)
+    check(wide[:, 1:38], moved(weight, 1), wide[:, ::2][:, :24])
