@@ -41,13 +41,14 @@ def _product(p: Problem) -> tuple[int, int, int]:
 
 def _candidates(p: Problem) -> list[Config]:
     """What calls choose from, without turns and in clusters, too."""
+    m, n, k = _product(p)
     found = [
         replace(c, turns=turned, cluster=cluster)
-        for c in planes.candidates(*_product(p))
+        for c in planes.candidates(m, n, k)
         for turned in (True, False)
         for cluster in (1, 2)
     ]
-    return [c for c in found if c.invalid() is None]
+    return [c for c in found if c.invalid(k) is None]
 
 
 def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:

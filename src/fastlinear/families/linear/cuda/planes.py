@@ -53,12 +53,14 @@ class Config:
         """Dynamic shared memory."""
         return self.stages * (2 * (128 + self.bn) * BK * 2 + 16)
 
-    def invalid(self) -> str | None:
-        """Why this configuration cannot be built, or None."""
+    def invalid(self, k: int) -> str | None:
+        """Why this configuration cannot serve products of that depth, or None."""
         if self.bn not in (64, 128, 192) or self.bn % (8 * self.cluster):
             return f"{self.bn} columns of {self.cluster} blocks"
         if self.stages < 2 or self.shared_bytes > SHARED_LIMIT:
             return f"{self.shared_bytes} bytes of shared memory with {self.stages} stages"
+        if (self.slices - 1) * slice_tiles(k, self.slices) >= ceil(k / BK):
+            return f"{self.slices} slices of K={k}, of which the last is empty"
         return None
 
     def terms(self, m: int, n: int, k: int, units: int) -> tuple[float, ...]:

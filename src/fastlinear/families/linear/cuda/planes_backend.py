@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.device import device_facts
+from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.linear.cuda.planes import (
     COLUMNS_KERNEL,
     KERNEL,
@@ -32,6 +33,7 @@ from fastlinear.kernels.cuda.hopper import ARCH, BK
 from fastlinear.kernels.cuda.prepared import MAP_BYTES, Block, Plans, Prepared
 from fastlinear.native import cuda_driver as driver
 
+_REMEDY = "Leave the configuration to the model."
 _MATRIX_BYTES, _SPLIT_BYTES = 80, 176
 _LINE_WORDS = 3
 _CHUNKS = 64  # at most, of rows
@@ -221,11 +223,16 @@ def product(
         bias: (N,) float32, or None.
         activation: its name.
         save_pre: whether to return the second.
-        config: how the product is shared out, without an empty slice; None lets a model choose.
+        config: how the product is shared out; None lets a model choose.
+
+    Raises:
+        UnsupportedError: for a configuration that cannot serve.
     """
     (m, k), n = _sides(a), _sides(b)[0]
     device = a.high.device.index
     config = config or config_for(m, n, k, _units(device))
+    if (why := config.invalid(k)) is not None:
+        raise UnsupportedError("linear_act (planes backend)", "a configuration", why, _REMEDY)
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
     y = a.numbers.new_empty(m, n)
