@@ -31,7 +31,7 @@ from fastlinear.dispatch.drawn import linear_clear_of_kinks
 from fastlinear.families.linear import batch_invariant, cublaslt, padded_problem, reference
 from fastlinear.families.linear.cost import cost
 from fastlinear.families.linear.cpu import cpp, gemm, half, onednn
-from fastlinear.families.linear.cuda import few_rows_config
+from fastlinear.families.linear.cuda import few_rows_config, planes
 from fastlinear.families.linear.cuda import gemm as cuda
 from fastlinear.families.linear.problem import NAME, PIECES, SPACE, STEP, WHOLE_BACKWARD, problem
 from fastlinear.families.linear.triton import config
@@ -285,6 +285,14 @@ FAMILY = register_family(
                 *(NAME, "forward", "few_rows", f"{_HERE}.cuda.few_rows:forward"),
                 _reason_not_few_rows,
                 _CUDA_SOURCES,
+            ),
+            *(
+                Backend(
+                    *(NAME, p, "planes", f"{_HERE}.cuda.planes_backend:{p}"),
+                    planes.reason_not,
+                    _CUDA_SOURCES,
+                )
+                for p in ("forward", "grad_input", "grad_weight")
             ),
             *(
                 Backend(

@@ -22,7 +22,7 @@ from fastlinear.dispatch.roofline import (
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.work import Work, call
 from fastlinear.families.linear import padded_problem
-from fastlinear.families.linear.cuda import few_rows_config
+from fastlinear.families.linear.cuda import few_rows_config, planes
 from fastlinear.families.linear.problem import BACKWARD_PIECES, NAME, PIECES, STEP, WHOLE_BACKWARD
 from fastlinear.families.linear.triton import (
     backward_config,
@@ -45,7 +45,7 @@ _TILES: dict[str, Tiles] = {
 def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     """A backend's work in a piece, a whole backward or a training step; None of backends that
     others registered."""
-    if backend not in (*_TILES, "pieces"):
+    if backend not in (*_TILES, "pieces", "planes"):
         return None
     if p.piece == STEP:
         if backend == "pieces":
@@ -107,6 +107,8 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
         found = _few_rows(kind, p, *sizes)
     elif backend == "triton":
         found = _triton(kind, p, sizes, layout)
+    elif backend == "planes":
+        found = _planes(p, *sizes)
     else:
         found = tiled(kind, p, *sizes, layout, tiles=_TILES[backend])
     if backend == "padded":
@@ -133,6 +135,22 @@ def _few_rows(kind: str, p: Problem, m: int, k: int, n: int) -> tuple[Work, ...]
     sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
     us = few_rows_config.microseconds(config, m, k, n, dtype)
     return call(kind), Work(f"{kind} product", us - few_rows_config.start_us(dtype), sizes)
+
+
+def _planes(p: Problem, m: int, k: int, n: int) -> tuple[Work, ...]:
+    """Both operands split into planes, by rows or by columns, and their product."""
+    name, turned = f"{NAME} planes", planes.BY_COLUMNS[p.piece]
+    splits = [
+        Work(f"{name} split{' by columns' * by}", bytes_us(p, (2 + by) * size), {"numbers": size})
+        for size, by in zip((m * k, k * n), turned, strict=True)
+    ]
+    launches = sum(2 if by else 1 for by in set(turned))
+    config = planes.config_for(m, n, k, units())
+    us = config.microseconds(m, n, k, units()) - planes.START_US
+    sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
+    sliced = ("sliced",) if config.slices > 1 else ()
+    product = Work(f"{name} product", us, sizes, (f"tile:{config.bn}", *sliced))
+    return call(name, launches + 1 + len(sliced)), *splits, product
 
 
 def _triton(kind: str, p: Problem, sizes: tuple[int, int, int], layout: str) -> tuple[Work, ...]:

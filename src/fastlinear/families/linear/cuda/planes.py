@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 
 from fastlinear.activations.reference import CUDA_HEADER, cuda_macros
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import why_no_hopper
 from fastlinear.kernels.cuda.hopper import ASYNC, BK, SHARED_LIMIT, WORDS, wgmma_source
 
 KERNEL, SUMS_KERNEL = "planes_product", "planes_sums"
@@ -24,8 +26,23 @@ ROWS_KERNEL, MAXIMA_KERNEL, COLUMNS_KERNEL = (
     "planes_split_columns",
 )
 THREADS, SPLIT_THREADS = 384, 256
+BY_COLUMNS = {"forward": (False, False), "grad_input": (False, True), "grad_weight": (True, True)}
+"""Of the operands of each piece, whether K is the dimension of their rows."""
 _MOST_SLICES = 64
+_MOST = 1 << 30  # of each size: coordinates of tiles are 32-bit
 _HERE = Path(__file__)
+
+
+def reason_not(p: Problem) -> str | None:
+    """Why this backend cannot serve the Problem, or None."""
+    if (why := why_no_hopper(p)) is not None:
+        return why
+    if p.dtype != "float32" or p.precision != "highest":
+        return "for float32 of full precision only"
+    sizes = [p.dim(name) for name in "MKN"]
+    if min(sizes) < 1:
+        return "an empty dimension"
+    return None if max(sizes) < _MOST else "sizes must stay below 2^30"
 
 
 @dataclass(frozen=True)
@@ -116,6 +133,8 @@ STAGES = {64: 4, 128: 3, 192: 2}
 # Microseconds of each of ``terms``: guesses by arithmetic. A step of a tile has 24 wgmma, of bn / 2
 # clocks each.
 _US = (0.44, 1.0, 0.88, 1.5, 1.31, 2.0, 2.0, 2.5e-3, 2.5)
+START_US = _US[6]
+"""Of it what any launch takes."""
 
 
 def slice_tiles(k: int, slices: int) -> int:

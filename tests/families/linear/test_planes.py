@@ -1,6 +1,6 @@
-"""The CUDA C++ of products by planes run on a CPU, thread by thread.
+"""Products by planes against float64: their CUDA C++ run on a CPU, thread by thread, and on a GPU.
 
-What cannot be seen so is whether the instructions do what ``emulated_hopper.h`` says they do.
+What cannot be seen on a CPU is whether the instructions do what ``emulated_hopper.h`` says they do.
 """
 
 from __future__ import annotations
@@ -15,23 +15,32 @@ from torch import Tensor
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.linear.cuda import planes_backend
-from fastlinear.families.linear.cuda.planes import Config
+from fastlinear.families.linear.cuda.planes import STAGES, Config
 from tests.kernels.emulation import emulate
 
+_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
 
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Launches run on the CPU."""
-    emulate(monkeypatch, planes_backend)
-    planes_backend._units.cache_clear()
-    yield
-    planes_backend._split_plans.clear()
-    planes_backend._product_plans.clear()
-    planes_backend._units.cache_clear()
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, _GPU])], autouse=True)
+def place(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where tensors lie; on a CPU launches are emulated."""
+    with torch.device(request.param), pytest.MonkeyPatch.context() as patch:
+        if request.param == "cpu":
+            emulate(patch, planes_backend)
+            planes_backend._units.cache_clear()
+        yield
+    if request.param == "cpu":
+        planes_backend._split_plans.clear()
+        planes_backend._product_plans.clear()
+        planes_backend._units.cache_clear()
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def near(ours: Tensor | None, theirs: Tensor, oracle: Tensor) -> None:
@@ -143,3 +152,57 @@ def test_an_empty_slice_is_refused() -> None:
     a, b = planes_backend.split((values(8, 200), values(8, 200, seed=1)), False)
     with pytest.raises(UnsupportedError, match="the last is empty"):
         planes_backend.product(a, b, config=Config(slices=3))
+
+
+@pytest.mark.gpu
+@_GPU
+@pytest.mark.parametrize("place", ["cuda"], indirect=True)
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(4103, 1030, 2051), (70_001, 256, 256), (129, 8192, 300), (8192, 64, 64)]
+)
+def test_many_numbers(m: int, k: int, n: int) -> None:
+    for make in (
+        lambda t: t,
+        torch.relu,
+        lambda t: t**5,
+        lambda t: t * torch.exp2(4 * values(t.shape[0], 1, seed=9)),
+    ):
+        x, weight, dpre = values(m, k), values(n, k, seed=1), values(m, n, seed=2)
+        check(make(x), make(weight), make(dpre))
+
+
+@pytest.mark.gpu
+@_GPU
+@pytest.mark.parametrize("place", ["cuda"], indirect=True)
+@pytest.mark.parametrize("config", [Config(bn, s, 2) for bn, s in STAGES.items()], ids=str)
+def test_clusters_and_the_same_bits_every_time(config: Config) -> None:
+    a, b = planes_backend.split((values(1000, 700), values(900, 700, seed=1)), False)
+    first, _ = planes_backend.product(a, b, config=config)
+    near(first, a.numbers @ b.numbers.t(), a.numbers.double() @ b.numbers.double().t())
+    for _ in range(200):
+        assert torch.equal(planes_backend.product(a, b, config=config)[0], first)
+
+
+@pytest.mark.gpu
+@_GPU
+@pytest.mark.parametrize("place", ["cuda"], indirect=True)
+def test_recorded_in_a_graph() -> None:
+    x, weight, dpre = values(300, 200), values(100, 200, seed=1), values(300, 100, seed=2)
+
+    def run() -> list[Tensor]:
+        return [
+            planes_backend.forward(x, weight, None, "none", False)[0],
+            planes_backend.grad_input(dpre, weight),
+            planes_backend.grad_weight(dpre, x),
+        ]
+
+    expected = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    x.copy_(x.flip(0))
+    dpre.copy_(dpre.flip(0))
+    graph.replay()
+    for ours, own in zip(found[:2], expected[:2], strict=True):
+        assert torch.equal(ours, own.flip(0))
+    near(found[2], dpre.t() @ x, dpre.double().t() @ x.double())

@@ -1,0 +1,45 @@
+"""Products by planes compile for Hopper on a machine without a GPU, and stay in registers."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastlinear.activations.reference import NAMES
+from fastlinear.families.linear.cuda import planes
+from fastlinear.families.linear.cuda.planes import STAGES, Config
+from fastlinear.kernels.cuda.hopper import ARCH
+from tests.families import nvrtc_offline as nvrtc
+
+
+def _frame(config: Config, *rest: object) -> int:
+    """Bytes of local memory."""
+    found = nvrtc.usage(planes.source(config, *rest), "planes.cu", ARCH)  # type: ignore[arg-type]
+    assert found[planes.KERNEL].registers <= 168, "384 threads share 65536 registers"
+    return max(one.frame for one in found.values())
+
+
+@pytest.mark.parametrize("bn", STAGES)
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, True)], ids=str)
+def test_every_layout_stays_in_registers(bn: int, turned: tuple[bool, bool]) -> None:
+    for turns in (False, True):
+        assert _frame(Config(bn, STAGES[bn], turns=turns), "none", False, False, *turned) == 0
+
+
+@pytest.mark.parametrize("activation", NAMES)
+def test_every_activation_stays_in_registers(activation: str) -> None:
+    most = 8 if activation == "sine" else 0  # around the call for what is large
+    assert _frame(Config(), activation, True, True, False, False) <= most
+
+
+@pytest.mark.parametrize("lanes", [32, 256])
+def test_splits_stay_in_registers(lanes: int) -> None:
+    found = nvrtc.usage(planes.split_source(lanes), "planes_split.cu", ARCH)
+    assert {one.frame for one in found.values()} == {0}
+
+
+def test_the_chosen_configuration_can_serve() -> None:
+    for m, n, k in ((8192, 4096, 4096), (1, 1, 1), (256, 256, 1 << 17), (300, 1, 70)):
+        found = planes.config_for(m, n, k, 132)
+        assert found.invalid(k) is None
+    assert planes.config_for(256, 256, 1 << 17, 132).slices > 1
+    assert planes.config_for(8192, 4096, 4096, 132).slices == 1
