@@ -197,6 +197,7 @@ inline unsigned short load_shared16(u32 at) { return load<unsigned short>(at); }
 inline u32 load_shared32(u32 at) { return load<u32>(at); }
 inline uint4 load_shared128(u32 at) { return load<uint4>(at); }
 inline void store_shared16(u32 at, unsigned short v) { memcpy(block.memory + at, &v, 2); }
+inline void store_shared32(u32 at, u32 v) { memcpy(block.memory + at, &v, 4); }
 inline void store_shared128(u32 at, uint4 v) { memcpy(block.memory + at, &v, 16); }
 
 inline void stmatrix(u32 at, u32 a, u32 b, u32 c, u32 d) {
@@ -244,6 +245,17 @@ inline u32 cluster_rank() { return 0; }
 inline void cluster_sync() {}
 
 inline void fence_barriers() {}
+inline void fence_async_global() {}
+inline void __threadfence() {}
+inline int load_acquire(const int* at) { return *at; }
+inline float load_strong(const float* at) { return *at; }
+inline void wait_a_little() { yield(); }
+inline void add_release(int* at, int v) { *at += v; }
+inline int atomicAdd(int* at, int v) {
+  const int before = *at;
+  *at += v;
+  return before;
+}
 inline void fence_async() {}
 
 struct Extent {

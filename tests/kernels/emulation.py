@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import struct
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.activations.reference import CUDA_HEADER
+from fastlinear.kernels.cuda import compiled
 from fastlinear.kernels.cuda.hopper import ASYNC, WORDS
 from fastlinear.native import cuda_driver as driver
 
@@ -30,13 +32,16 @@ _INSTRUCTIONS = {
     'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));': "y = 1.0f / x;",
 }
 _MAIN = """
-Params given;
+{params} given;
 void body() {{
   {name}(given);
   fibers[current].done = true;
 }}
 extern "C" void launch(const void* params, int size, int blocks, int layers) {{
-  if (size != sizeof(Params)) abort();
+  if (size != sizeof({params})) {{
+    fprintf(stderr, "%d bytes of %d\\n", size, static_cast<int>(sizeof({params})));
+    abort();
+  }}
   memcpy(&given, params, sizeof(given));
   run_grid(blocks, layers, body);
 }}
@@ -56,8 +61,19 @@ def emulated_source(text: str, name: str, threads: int) -> str:
     assert before in text
     kernel = text[text.index(before) + len(before) :]
     kernel = kernel.replace("__shared__ Line", "static Line")  # of a block, which runs alone
+    named = set(re.findall(r"void (\w+)\(float \(&d\)", text)) - {"wgmma", "wgmma_first"}
+    kernel = "".join(map(_product, sorted(named))) + kernel
     head = macros + f"#define EMULATED_THREADS {threads}\n" + _EMULATED.read_text()
-    return head + activations + kernel + _MAIN.format(name=name)
+    params = re.search(rf"{name}\(const __grid_constant__ (\w+) p\)", kernel)
+    assert params is not None
+    return head + activations + kernel + _MAIN.format(name=name, params=params[1])
+
+
+def _product(name: str) -> str:
+    """wgmma by another name."""
+    like = "wgmma_first" if name.endswith("_first") else "wgmma"
+    given = "(float (&acc)[kCount], u64 a, u64 b)"
+    return f"template <int kCount>\ninline void {name}{given} {{ {like}(acc, a, b); }}\n"
 
 
 class Map(driver.TensorMap):
@@ -141,7 +157,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, backend: ModuleType, units: int = 4
     for where, name, value in (
         (driver, "TensorMap", Map),
         (driver, "Launch", Launch),
-        (backend, "_kernel", lambda text, name, *_: Kernel(text, name)),
+        (compiled, "kernel", lambda text, name, *_: Kernel(text, name)),
         (backend, "device_facts", lambda _: facts),
         (Tensor, "new_empty", unknown),
     ):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastlinear.core.compare import judge
 from fastlinear.families.mlp import reference
-from fastlinear.families.mlp.cuda import rows, rows_backend, rows_plans
+from fastlinear.families.mlp.cuda import operands, rows, rows_backend, rows_plans
 from fastlinear.families.mlp.cuda.rows import Rows, Shares
 from tests.kernels.emulation import emulate
 
@@ -25,8 +25,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Launches run on the CPU."""
     emulate(monkeypatch, rows_backend)
     yield
-    rows_backend._plans.clear()
-    rows_backend._grads_plans.clear()
+    for plans in (rows_backend._plans, rows_backend._grads_plans, operands._copies_plans):
+        plans.clear()
 
 
 def check(

@@ -80,7 +80,7 @@ def operand_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[bo
     return None
 
 
-def wgmma_source(n: int, dtype: torch.dtype, a_mn: bool, b_mn: bool) -> str:
+def wgmma_source(n: int, dtype: torch.dtype, a_mn: bool, b_mn: bool, name: str = "wgmma") -> str:
     """wgmma(acc, desc_a, desc_b): acc (64, n) += A (64, 16) B (n, 16)ᵀ; wgmma_first: acc = A Bᵀ."""
     count = n // 2
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
@@ -97,7 +97,7 @@ def wgmma_source(n: int, dtype: torch.dtype, a_mn: bool, b_mn: bool) -> str:
             f'    : {outputs} : "l"(a), "l"(b));\n}}\n'
         )
 
-    return function("wgmma", "+", 1) + function("wgmma_first", "=", 0)
+    return function(name, "+", 1) + function(f"{name}_first", "=", 0)
 
 
 class EarlyLaunch(driver.Launch):

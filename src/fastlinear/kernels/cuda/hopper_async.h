@@ -103,6 +103,36 @@ __device__ __forceinline__ void store_shared128(u32 at, uint4 v) {
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared32(u32 at, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
+
+// What other blocks counted, and what they wrote before.
+__device__ __forceinline__ int load_acquire(const int* at) {
+  int v;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+
+// Counts up once all that this thread wrote, or saw written, is in memory.
+__device__ __forceinline__ void add_release(int* at, int v) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
+}
+
+// From memory that other blocks write: not from this multiprocessor's cache.
+__device__ __forceinline__ float load_strong(const float* at) {
+  float v;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void wait_a_little() { asm volatile("nanosleep.u32 32;"); }
+
+// What this thread knows to be in global memory is there for TMA.
+__device__ __forceinline__ void fence_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // What this thread stored to shared memory is there for wgmma and TMA.
 __device__ __forceinline__ void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

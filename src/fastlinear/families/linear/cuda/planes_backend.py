@@ -29,7 +29,8 @@ from fastlinear.families.linear.cuda.planes import (
     source,
     split_source,
 )
-from fastlinear.kernels.cuda.hopper import ARCH, BK
+from fastlinear.kernels.cuda import compiled
+from fastlinear.kernels.cuda.hopper import BK
 from fastlinear.kernels.cuda.prepared import MAP_BYTES, Block, Plans, Prepared
 from fastlinear.native import cuda_driver as driver
 
@@ -55,17 +56,6 @@ class Planes(NamedTuple):
 
 _split_plans: Plans[_SplitPlan] = Plans()
 _product_plans: Plans[_ProductPlan] = Plans()
-_kernels: dict[tuple[str, str, int], driver.Kernel] = {}
-
-
-def _kernel(text: str, name: str, shared: int, device: int) -> driver.Kernel:
-    key = text, name, device
-    found = _kernels.get(key)
-    if found is None:
-        with driver.loading_allowed():
-            cubin = driver.compile_cubin(text, "planes.cu", ARCH)
-            found = _kernels[key] = driver.Kernel(cubin, name, shared, device)
-    return found
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -125,7 +115,7 @@ class _SplitPlan:
             if by_columns:
                 block.address(2 * _MATRIX_BYTES, len(given))
             block.numbers(2 * _MATRIX_BYTES + 8, "i", len(matrices))
-            kernel = _kernel(split_source(lanes), name, 0, device)
+            kernel = compiled.kernel(split_source(lanes), name, 0, device)
             launch = driver.Launch(kernel, SPLIT_THREADS, 1, [block.argument])  # type: ignore[list-item]
             launch.set_grid(first)
             launch.begin_early()
@@ -174,7 +164,7 @@ class _ProductPlan:
         tiles_m, tiles_n = -(-m // (128 * config.cluster)), -(-n // config.bn)
         slices, each = config.slices, slice_tiles(k, config.slices)
         block.numbers(_MAPS + 96, "7i", m, n, k, slices, each, tiles_m, tiles_n)
-        kernel = _kernel(text, KERNEL, config.shared_bytes, device)
+        kernel = compiled.kernel(text, KERNEL, config.shared_bytes, device)
         launch = driver.Launch(kernel, THREADS, config.cluster, [block.argument])  # type: ignore[list-item]
         blocks = min(tiles_m * tiles_n * slices, launch.max_clusters())
         launch.set_grid(blocks * config.cluster)
@@ -182,7 +172,7 @@ class _ProductPlan:
         self._runs = [Prepared(launch, device, block.places, block.masks)]
         if slices > 1:
             sums = driver.Launch(
-                *(_kernel(text, SUMS_KERNEL, 0, device), _SUMS_THREADS, 1),
+                *(compiled.kernel(text, SUMS_KERNEL, 0, device), _SUMS_THREADS, 1),
                 [block.argument],  # type: ignore[list-item]
             )
             sums.set_grid(-(-m * n // _SUMS_THREADS))

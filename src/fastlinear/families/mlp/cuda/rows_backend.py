@@ -8,42 +8,34 @@ and x of such rows before the gradient of the first weight.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.device import device_facts
 from fastlinear.core.errors import UnsupportedError
-from fastlinear.families.linear.padded import aligned_copy
 from fastlinear.families.linear.padded_problem import padded_size
+from fastlinear.families.mlp.cuda import operands
 from fastlinear.families.mlp.cuda.rows import (
-    COPIES_KERNEL,
     GRADS_KERNEL,
     GRADS_SHARED,
     KERNEL,
     SUMS_KERNEL,
     Rows,
     Widths,
-    copies_source,
     grads_source,
     rows_for,
     shares_for,
     source,
 )
-from fastlinear.families.mlp.cuda.rows_plans import CopiesPlan, GradsPlan, RowsPlan
+from fastlinear.families.mlp.cuda.rows_plans import GradsPlan, RowsPlan
 from fastlinear.families.mlp.problem import layer_activations
 from fastlinear.families.mlp.reference import Biases, Needs, Weights, first_needed, layer_input
-from fastlinear.kernels.cuda.hopper import ARCH
+from fastlinear.kernels.cuda import compiled
 from fastlinear.kernels.cuda.prepared import Plans
-from fastlinear.native import cuda_driver as driver
 
 _NAME = "mlp (rows_cuda backend)"
-_kernels: dict[Any, driver.Kernel] = {}
 _plans: Plans[RowsPlan] = Plans()
-_copies_plans: Plans[CopiesPlan] = Plans()
 _grads_plans: Plans[GradsPlan] = Plans()
 
 
@@ -73,7 +65,7 @@ def forward(
     Raises:
         UnsupportedError: where no configuration holds the chain.
     """
-    x = _rows(x)
+    x = operands.rows_of(x)
     names = layer_activations(len(weights), activation, final_activation)
     widths = (x.shape[1], *(w.shape[0] for w in weights))
     pre = [save and activation_of(name).saved == "pre" for name in names]
@@ -81,7 +73,7 @@ def forward(
     made = [x.new_empty(x.shape[0], n) for n in widths[1:]] if save else []
     y = made[-1] if save and not pre[-1] else x.new_empty(x.shape[0], widths[-1])
     given: list[Tensor | None] = [x, None, None]
-    for i, (weight, bias) in enumerate(zip(_all_aligned(weights), biases, strict=True)):
+    for i, (weight, bias) in enumerate(zip(operands.all_aligned(weights), biases, strict=True)):
         out = y if i == last else made[i] if save and not pre[i] else None
         aside = made[i] if pre[i] else None
         given += [weight, _dense(bias), out, aside, None]
@@ -117,7 +109,7 @@ def backward(
     """
     need_x, need_ws, need_bs = needs
     rows, layers = x.shape[0], len(weights)
-    x, dy = _rows(x), _rows(dy)
+    x, dy = operands.rows_of(x), operands.rows_of(dy)
     stored = tuple([t.contiguous() for t in saved])
     names = layer_activations(layers, activation, final_activation)
     stop = first_needed(needs)
@@ -127,16 +119,16 @@ def backward(
     if stop < layers and need_ws[stop]:
         inputs[stop] = layer_input(stop, x, stored, names)
     for i in wanted:
-        dpres[i] = _pitched(dy, weights[i].shape[0])
+        dpres[i] = operands.pitched(dy, weights[i].shape[0])
     graded = activation_of(names[-1]).saved != "none"
-    if not graded and _on_16_bytes(dy):
+    if not graded and operands.on_16_bytes(dy):
         dpres[-1] = dy  # as it comes
     made = None if dpres[-1] is dy else dpres[-1]
     given: list[Tensor | None] = [dy, stored[-1] if graded else None, made]
     widths, pitches = [dy.shape[1]], [1 if made is None else made.stride(0)]
     dx = None
     first = stop + (not need_x)
-    aligned = dict(enumerate(_all_aligned(weights[first:]), first))
+    aligned = dict(enumerate(operands.all_aligned(weights[first:]), first))
     for i in reversed(range(first, layers)):
         n = weights[i].shape[1]
         below = activation_of(activation).saved
@@ -147,7 +139,7 @@ def backward(
         else:
             out = dpres[i - 1]
             if need_ws[i] and (below == "pre" or n % 8):  # as dW's product reads it
-                aside = _pitched(dy, n)
+                aside = operands.pitched(dy, n)
             if need_ws[i]:
                 inputs[i] = stored[i - 1] if aside is None else aside
         read = stored[i - 1] if i and (below != "none" or aside is not None) else None
@@ -174,7 +166,7 @@ def backward(
 def _last(dy: Tensor, saved: Tensor, activation: str) -> Tensor:
     """dpre of the last layer alone, in rows that begin on 16 bytes."""
     act = activation_of(activation)
-    return _aligned(dy if act.saved == "none" else act.backward(dy, saved))
+    return operands.aligned(dy if act.saved == "none" else act.backward(dy, saved))
 
 
 def _launch(
@@ -209,7 +201,7 @@ def _launch(
             raise UnsupportedError(_NAME, "a chain that it can hold", reason, _REMEDY)
         text = source(chosen, widths, into.dtype, *names, backward, staged)
         shared = chosen.shared_bytes(widths, backward, staged)
-        kernel = _kernel(text, KERNEL, shared, index)
+        kernel = compiled.kernel(text, KERNEL, shared, index)
         found = RowsPlan(kernel, chosen, widths, pitches, given)
         if not found.blocks:
             reason = f"the device cannot run a block of {shared} bytes"
@@ -234,7 +226,7 @@ def _grads(
         assert dpre is not None
         if entering is None:  # only db is wanted: any input does
             entering = dpre
-        entering = _aligned(entering)
+        entering = operands.aligned(entering)
         given += [dpre, entering, dws[i], dbs[i]]
         shapes.append((dpre.shape[1], entering.shape[1]))
     first = given[1]
@@ -250,8 +242,8 @@ def _grads(
     def made() -> GradsPlan:
         text = grads_source(first.dtype)
         kernels = (
-            _kernel(text, GRADS_KERNEL, GRADS_SHARED, device.index),
-            _kernel(text, SUMS_KERNEL, 0, device.index),
+            compiled.kernel(text, GRADS_KERNEL, GRADS_SHARED, device.index),
+            compiled.kernel(text, SUMS_KERNEL, 0, device.index),
         )
         shares = shares_for(rows, tuple(shapes), device_facts(device).units)
         return GradsPlan(kernels, shares, given)
@@ -262,68 +254,8 @@ def _grads(
     found.run(*given)
 
 
-def _kernel(text: str, name: str, shared: int, device: int) -> driver.Kernel:
-    kernel = _kernels.get((text, name, shared, device))
-    if kernel is None:
-        with driver.loading_allowed():
-            driver.make_current(device)
-            kernel = driver.Kernel(_cubin(text), name, shared, device)
-        _kernels[text, name, shared, device] = kernel
-    return kernel
-
-
-@cache
-def _cubin(text: str) -> bytes:
-    return driver.compile_cubin(text, "rows.cu", ARCH)
-
-
 _REMEDY = "Choose another backend or leave the choice to dispatch."
-
-
-def _rows(t: Tensor) -> Tensor:
-    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
 
 
 def _dense(bias: Tensor | None) -> Tensor | None:
     return bias if bias is None or bias.is_contiguous() else bias.contiguous()
-
-
-def _on_16_bytes(t: Tensor) -> bool:
-    """Whether TMA can read rows of t."""
-    apart = t.stride(0) >= t.shape[1] and t.stride(0) % 8 == 0
-    return t.stride(1) == 1 and apart and t.data_ptr() % 16 == 0
-
-
-def _aligned(matrix: Tensor) -> Tensor:
-    """A matrix as TMA reads it: rows of contiguous numbers that begin on 16 bytes."""
-    if _on_16_bytes(matrix):
-        return matrix
-    copied = aligned_copy(matrix)[:, : matrix.shape[1]]
-    if _on_16_bytes(copied):
-        return copied
-    return matrix.clone(memory_format=torch.contiguous_format)  # of rows long enough, but misplaced
-
-
-def _all_aligned(weights: Weights) -> list[Tensor]:
-    """Weights as TMA reads them: those that are not so are copied."""
-    found = list(weights)
-    odd = [i for i, weight in enumerate(weights) if not _on_16_bytes(weight)]
-    if not odd:
-        return found
-    for i in odd:
-        found[i] = _pitched(weights[i], weights[i].shape[1])
-    given = [*(weights[i] for i in odd), *(found[i] for i in odd)]
-    device = given[0].device
-    key = tuple([(*t.shape, *t.stride()) for t in given]), device.index
-
-    def plan() -> CopiesPlan:
-        with torch.cuda.device(-1 if device.index is None else device.index):
-            return CopiesPlan(_kernel(copies_source(), COPIES_KERNEL, 0, device.index), given)
-
-    _copies_plans.of(key, plan).run(*given)
-    return found
-
-
-def _pitched(like: Tensor, columns: int) -> Tensor:
-    """New memory (M, columns) whose rows begin on 16 bytes."""
-    return like.new_empty(like.shape[0], padded_size(columns))[:, :columns]

@@ -1,0 +1,211 @@
+"""The whole backward of a chain in one launch, 16 bits: ``tasks.cu`` and how work is shared out.
+
+Touches no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from math import ceil
+from pathlib import Path
+
+import torch
+
+from fastlinear.activations.reference import CODES, CUDA_HEADER, cuda_macros
+from fastlinear.activations.reference import activation as activation_of
+from fastlinear.families.mlp.cuda.rows import blocks_of
+from fastlinear.kernels.cuda.hopper import ASYNC, SHARED_LIMIT, WORDS, wgmma_source
+
+KERNEL, BEGIN_KERNEL = "mlp_tasks", "mlp_tasks_begin"
+MAX_LAYERS = 16
+_HERE = Path(__file__)
+_BLOCK_BYTES = 64 * 128
+_AHEAD = 2
+# Clocks of a multiprocessor: what wgmma takes for 16 numbers of 64 rows and 8 columns, what a task
+# takes beside its products, what passes from one step to the next.
+_WGMMA, _TASK, _PASSED = 4.0, 1500.0, 2500.0
+_CLOCKS_PER_US = 1755.0
+_L2_BYTES = 28.0  # a clock and multiprocessor
+_START_US = 3.0
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How tiles are shared out.
+
+    Attributes:
+        consumers: warpgroups of a block, of 64 rows of a tile each: 1 or 2.
+        bn: columns of a tile, 64 or 128.
+        stages: slots of the ring.
+    """
+
+    consumers: int = 2
+    bn: int = 128
+    stages: int = 6
+
+    @property
+    def bm(self) -> int:
+        """Rows of a tile."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 128 * (self.consumers + 1)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of 64 steps of a reduction."""
+        return (self.consumers + self.bn // 64) * _BLOCK_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory."""
+        barriers = 16 * (self.stages + _AHEAD)
+        return self.stages * self.stage_bytes + 1024 + barriers + 4 * (_AHEAD + self.consumers)
+
+    @property
+    def sums(self) -> int:
+        """Numbers that a consumer keeps of a slice."""
+        return (self.bn // 2 + 4) * 128
+
+    @property
+    def step_clocks(self) -> float:
+        """What a block takes for 64 steps: its products, or what it reads for them."""
+        products = 4 * self.consumers * _WGMMA * self.bn / 8
+        return max(products, self.stage_bytes / _L2_BYTES)
+
+
+CANDIDATES = (Tiles(2, 128, 6), Tiles(2, 64, 8), Tiles(1, 128, 8), Tiles(1, 64, 12))
+assert all(t.shared_bytes <= SHARED_LIMIT for t in CANDIDATES)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One layer's part.
+
+    Attributes:
+        n, k: features out and in.
+        down: whether g of the layer below, or dx, is wanted.
+        columns: of dW: k; 1 where only db is wanted, 0 where neither is.
+    """
+
+    n: int
+    k: int
+    down: bool
+    columns: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """The tasks of a launch.
+
+    Attributes:
+        begin: the first task of each step down, then of its weights; the end.
+        slices, slice_rows: of each step's dW.
+        first_sum: number of each step's first tile among those that are summed up.
+        sums: how many of these there are.
+        parts_at: where each step's parts begin, and where they end.
+    """
+
+    begin: tuple[int, ...]
+    slices: tuple[int, ...]
+    slice_rows: tuple[int, ...]
+    first_sum: tuple[int, ...]
+    sums: int
+    parts_at: tuple[int, ...]
+
+    @property
+    def tasks(self) -> int:
+        """How many there are."""
+        return self.begin[-1]
+
+
+def order(rows: int, steps: Sequence[Step], graded: bool, tiles: Tiles, units: int) -> Order:
+    """The tasks of all ``steps``, slices of dW as long as what one goes down takes."""
+    row_blocks = ceil(rows / tiles.bm)
+    downs = [row_blocks * ceil(s.k / tiles.bn) if s.down else 0 for s in steps]
+    grads = [ceil(s.n / tiles.bm) * ceil(s.columns / tiles.bn) for s in steps]
+    longest = _longest(rows, steps, tiles, units)
+    slices, slice_rows = [], []
+    for _ in steps:
+        each = min(row_blocks, max(1, ceil(longest / tiles.bm)))
+        slice_rows.append(each * tiles.bm)
+        slices.append(ceil(row_blocks / each))
+    begin = [row_blocks if graded else 0]
+    for down, grad, count in zip(downs, grads, slices, strict=True):
+        begin += [begin[-1] + down, begin[-1] + down + grad * count]
+    counts = [g * tiles.consumers for g in grads]
+    first_sum = [0, *accumulate(counts)]
+    sizes = (c * s * tiles.sums if s > 1 else 0 for c, s in zip(counts, slices, strict=True))
+    parts_at = [0, *accumulate(sizes)]
+    return Order(
+        *(tuple(begin), tuple(slices), tuple(slice_rows)),
+        *(tuple(first_sum[:-1]), first_sum[-1], tuple(parts_at)),
+    )
+
+
+def _longest(rows: int, steps: Sequence[Step], tiles: Tiles, units: int) -> int:
+    """Rows of a slice: as many tasks of weights as there are blocks, if these are long enough."""
+    grads = sum(ceil(s.n / tiles.bm) * ceil(s.columns / tiles.bn) for s in steps)
+    slices = max(1, round(2 * units / max(1, grads)))
+    return max(ceil(rows / slices), 512)
+
+
+def microseconds(rows: int, steps: Sequence[Step], graded: bool, tiles: Tiles, units: int) -> float:
+    """How long a launch takes, by a model: its work, or the way down."""
+    found = order(rows, steps, graded, tiles, units)
+    work = path = 0.0
+    row_blocks = ceil(rows / tiles.bm)
+    for s, count, each in zip(steps, found.slices, found.slice_rows, strict=True):
+        down = blocks_of(s.n) * tiles.step_clocks + _TASK
+        if s.down:
+            tasks = row_blocks * ceil(s.k / tiles.bn)
+            work += tasks * down
+            path += ceil(tasks / units) * down + _PASSED
+        grads = ceil(s.n / tiles.bm) * ceil(s.columns / tiles.bn) * count
+        length = blocks_of(min(each, rows)) * tiles.step_clocks + _TASK
+        work += grads * length
+    last = length if steps and steps[-1].columns else 0.0
+    return _START_US + max(work / units, path + last) / _CLOCKS_PER_US
+
+
+@cache
+def tiles_for(rows: int, steps: tuple[Step, ...], graded: bool, units: int) -> Tiles:
+    """The tiles that are predicted to take the least time."""
+    return min(CANDIDATES, key=lambda t: microseconds(rows, steps, graded, t, units))
+
+
+def source(tiles: Tiles, dtype: torch.dtype, activation: str, final_activation: str) -> str:
+    """The complete CUDA C++ source of one specialisation of ``tasks.cu``.
+
+    Args:
+        tiles: how work is shared out.
+        dtype: bfloat16 or float16.
+        activation, final_activation: of hidden layers and of the last.
+    """
+    macros = {
+        "IS_BF16": int(dtype == torch.bfloat16),
+        "CONSUMERS": tiles.consumers,
+        "STAGES": tiles.stages,
+        "BN": tiles.bn,
+        "MAX_LAYERS": MAX_LAYERS,
+        "RECOMPUTE": int(activation_of(activation).saved == "pre"),
+        **cuda_macros("fast", activation),
+        "FINAL": CODES[final_activation],
+    }
+    return (
+        "".join(f"#define {k} {v}\n" for k, v in macros.items())
+        + wgmma_source(tiles.bn, dtype, False, True, "down")
+        + wgmma_source(tiles.bn, dtype, True, True, "weights")
+        + wgmma_source(8, dtype, True, False, "weights")
+        + "".join(p.read_text() for p in (WORDS, CUDA_HEADER, ASYNC, _HERE.with_suffix(".cu")))
+    )
+
+
+def candidates() -> Iterator[Tiles]:
+    """All that a call chooses from."""
+    yield from CANDIDATES
