@@ -27,6 +27,7 @@ from benchmarks.experiments.configurations import (
     linear_backward,
     linear_products,
     mlp_rows,
+    mlp_tasks,
     mlp_whole,
     planes,
     rows,
@@ -44,6 +45,7 @@ KINDS: dict[str, Kind] = {
     "diagonal": diagonal.BACKWARD,
     "diagonal-forward": diagonal.FORWARD,
     "mlp-rows": mlp_rows.KIND,
+    "mlp-tasks": mlp_tasks.KIND,
     "mlp-whole": mlp_whole.KIND,
     "planes": planes.KIND,
 }

@@ -195,6 +195,10 @@ FAMILY = register_family(
                 for p in PIECES
             ),
             Backend(
+                *(NAME, "backward", "tasks_cuda", f"{_HERE}.cuda.tasks_backend:backward"),
+                *(backend.reason_not_tasks, (*_CUDA_SOURCES, *_LAYER_SOURCES)),
+            ),
+            Backend(
                 *(NAME, "forward", BATCH_INVARIANT, f"{_HERE}.batch_invariant:forward"),
                 *(batch_invariant.reason_not, _LAYER_SOURCES),
                 on_request=True,

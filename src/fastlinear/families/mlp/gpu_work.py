@@ -25,7 +25,7 @@ from fastlinear.dispatch.work import Work, call, flags_of
 from fastlinear.families.linear import gpu_work as linear
 from fastlinear.families.linear import problem as linear_act
 from fastlinear.families.mlp import layerwise
-from fastlinear.families.mlp.cuda import choice, rows
+from fastlinear.families.mlp.cuda import choice, rows, tasks
 from fastlinear.families.mlp.problem import NAME, PIECES, STEP, widths_of
 from fastlinear.families.mlp.triton import config as triton
 from fastlinear.fastpath.autograd_node import node_work
@@ -89,9 +89,7 @@ def _rows(p: Problem) -> tuple[Work, ...] | None:
         _moved(f"{name} read", p, m, steps[0]),
         _moved(f"{name} written", p, m, steps[-1]),
     ]
-    if copied := sum(k * n for k, n in pairwise(widths) if k % 8):  # weights
-        copies = Work(f"{name} copies", bytes_us(p, 2 * copied), {"numbers": copied})
-        made += [call(f"{name} copy"), copies]
+    made += _copies(p, name)
     if p.option("x") == "strided":
         turned = 2 * m * widths[0]
         made.append(Work(f"{name} turned x", bytes_us(p, turned), {"numbers": turned}))
@@ -101,6 +99,31 @@ def _rows(p: Problem) -> tuple[Work, ...] | None:
         read = bytes_us(p, m * sum(widths) + hidden)
         made += [call(f"{name} grads"), Work(f"{name} grads", (summed**2 + read**2) ** 0.5, sizes)]
     return tuple(w for w in made if w.units)
+
+
+def _copies(p: Problem, name: str) -> list[Work]:
+    """Weights whose rows do not begin on 16 bytes, in rows that do."""
+    copied = sum(k * n for k, n in pairwise(widths_of(p)) if k % 8)
+    if not copied:
+        return []
+    return [
+        call(f"{name} copy"),
+        Work(f"{name} copies", bytes_us(p, 2 * copied), {"numbers": copied}),
+    ]
+
+
+def _tasks(p: Problem) -> tuple[Work, ...] | None:
+    """The launches of ``tasks_cuda``."""
+    m, widths, name = p.dim("M"), widths_of(p), f"{NAME} tasks_cuda"
+    steps = tuple(tasks.Step(n, k, True, k) for k, n in reversed(list(pairwise(widths))))
+    graded = activation_of(p.option("final")).saved != "none"
+    tiles = tasks.tiles_for(m, steps, graded, units())
+    us = tasks.microseconds(m, steps, graded, tiles, units()) - tasks.START_US
+    moved = m * (5 * sum(widths) - 3 * widths[0])
+    sizes = {"m": m, "numbers": moved, "kn": sum(k * n for k, n in pairwise(widths))}
+    flags = (f"tile:{tiles.bm}x{tiles.bn}", *flags_of(p, "w"))
+    done = Work(f"{name} tasks", (us**2 + bytes_us(p, moved) ** 2) ** 0.5, sizes, flags)
+    return call(name, 2), done, *_copies(p, name)
 
 
 def _programs(p: Problem) -> tuple[Work, ...]:
@@ -148,7 +171,12 @@ def _moved(name: str, p: Problem, m: int, n: int, *flags: str) -> Work:
     return Work(name, bytes_us(p, m * n), {"numbers": m * n, "n": n}, flags, rows_at(p, n))
 
 
-_WHOLE = {"rows_cuda": _rows, "whole_cuda": _few_rows, "whole_triton": _programs}
+_WHOLE = {
+    "rows_cuda": _rows,
+    "tasks_cuda": _tasks,
+    "whole_cuda": _few_rows,
+    "whole_triton": _programs,
+}
 
 
 def _layers(p: Problem, backend: str) -> tuple[Work, ...]:

@@ -31,6 +31,7 @@ from fastlinear.dispatch.backend import why_no_hopper
 from fastlinear.families.mlp.cuda import choice, clusters, grid, launches
 from fastlinear.families.mlp.cuda import rows as many_rows
 from fastlinear.families.mlp.cuda import stream as whole_stream
+from fastlinear.families.mlp.cuda import tasks as whole_tasks
 from fastlinear.families.mlp.cuda.choice import Sharing
 from fastlinear.families.mlp.cuda.clusters import MAX_LAYERS, ClustersPlan, save_mode
 from fastlinear.families.mlp.cuda.config import Config, Widths
@@ -106,6 +107,20 @@ def reason_not_rows(p: Problem) -> str | None:
     if max(widths) > most:
         return f"a width of {max(widths)} is more than the {most} that stay on the chip"
     return None if m < 1 << 30 else "needs fewer than 2^30 rows"
+
+
+def reason_not_tasks(p: Problem) -> str | None:
+    """Why ``tasks_cuda`` cannot serve the Problem, or None."""
+    if (why := why_no_hopper(p)) is not None:
+        return why
+    if p.dtype not in HALF_DTYPES.values():
+        return f"no kernel for {p.dtype}"
+    widths, m = widths_of(p), p.dim("M")
+    if len(widths) - 1 > whole_tasks.MAX_LAYERS:
+        return f"{len(widths) - 1} layers are more than {whole_tasks.MAX_LAYERS}"
+    if min(widths) < 1 or m < 1:
+        return "an empty dimension"
+    return None if max(m, *widths) < 1 << 30 else "sizes must stay below 2^30"
 
 
 _lock = threading.Lock()

@@ -5,7 +5,7 @@ Touches no device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -24,12 +24,14 @@ MAX_LAYERS = 16
 _HERE = Path(__file__)
 _BLOCK_BYTES = 64 * 128
 _AHEAD = 2
-# Clocks of a multiprocessor: what wgmma takes for 16 numbers of 64 rows and 8 columns, what a task
-# takes beside its products, what passes from one step to the next.
-_WGMMA, _TASK, _PASSED = 4.0, 1500.0, 2500.0
+# Clocks of a multiprocessor for 16 numbers of 64 rows and 8 columns.
+_WGMMA = 4.0
 _CLOCKS_PER_US = 1755.0
 _L2_BYTES = 28.0  # a clock and multiprocessor
-_START_US = 3.0
+# Of each of ``terms``: guesses.
+_US = (1.0, 1.0, 1.0, 1.0, 0.9, 0.5, 0.5, 1.5, 3.0)
+START_US = _US[-1]
+"""Of a launch what any takes."""
 
 
 @dataclass(frozen=True)
@@ -155,22 +157,32 @@ def _longest(rows: int, steps: Sequence[Step], tiles: Tiles, units: int) -> int:
     return max(ceil(rows / slices), 512)
 
 
-def microseconds(rows: int, steps: Sequence[Step], graded: bool, tiles: Tiles, units: int) -> float:
-    """How long a launch takes, by a model: its work, or the way down."""
+def terms(
+    rows: int, steps: Sequence[Step], graded: bool, tiles: Tiles, units: int
+) -> tuple[float, ...]:
+    """What a launch's time is a weighted sum of: for each kind of tiles the microseconds of all
+    products shared by the multiprocessors; tasks shared so; microseconds of the products on the way
+    down and of the last dW; steps down; one."""
     found = order(rows, steps, graded, tiles, units)
-    work = path = 0.0
+    each = tiles.step_clocks / _CLOCKS_PER_US
     row_blocks = ceil(rows / tiles.bm)
-    for s, count, each in zip(steps, found.slices, found.slice_rows, strict=True):
-        down = blocks_of(s.n) * tiles.step_clocks + _TASK
-        if s.down:
-            tasks = row_blocks * ceil(s.k / tiles.bn)
-            work += tasks * down
-            path += ceil(tasks / units) * down + _PASSED
+    products = path = last = 0.0
+    for s, count, slice_rows in zip(steps, found.slices, found.slice_rows, strict=True):
+        down = row_blocks * ceil(s.k / tiles.bn) if s.down else 0
+        products += down * blocks_of(s.n) * each
+        path += ceil(down / units) * blocks_of(s.n) * each
         grads = ceil(s.n / tiles.bm) * ceil(s.columns / tiles.bn) * count
-        length = blocks_of(min(each, rows)) * tiles.step_clocks + _TASK
-        work += grads * length
-    last = length if steps and steps[-1].columns else 0.0
-    return _START_US + max(work / units, path + last) / _CLOCKS_PER_US
+        last = blocks_of(min(slice_rows, rows)) * each if grads else 0.0
+        products += grads * blocks_of(min(slice_rows, rows)) * each
+    kinds = [(t.consumers, t.bn) for t in CANDIDATES]
+    own = [products / units * ((tiles.consumers, tiles.bn) == kind) for kind in kinds]
+    return (*own, found.tasks / units, path, last, float(sum(s.down for s in steps)), 1.0)
+
+
+def microseconds(rows: int, steps: Sequence[Step], graded: bool, tiles: Tiles, units: int) -> float:
+    """How long a launch takes, by a model."""
+    told = terms(rows, steps, graded, tiles, units)
+    return sum(us * t for us, t in zip(_US, told, strict=True))
 
 
 @cache
@@ -204,8 +216,3 @@ def source(tiles: Tiles, dtype: torch.dtype, activation: str, final_activation: 
         + wgmma_source(8, dtype, True, False, "weights")
         + "".join(p.read_text() for p in (WORDS, CUDA_HEADER, ASYNC, _HERE.with_suffix(".cu")))
     )
-
-
-def candidates() -> Iterator[Tiles]:
-    """All that a call chooses from."""
-    yield from CANDIDATES

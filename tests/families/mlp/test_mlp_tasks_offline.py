@@ -1,0 +1,33 @@
+"""tasks.cu compiles for Hopper on a machine without a GPU, and stays in registers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from fastlinear.families.mlp.cuda import tasks
+from fastlinear.families.mlp.cuda.tasks import CANDIDATES, Step, Tiles
+from fastlinear.kernels.cuda.hopper import ARCH
+from tests.families import nvrtc_offline as nvrtc
+
+
+@pytest.mark.parametrize("tiles", CANDIDATES, ids=str)
+@pytest.mark.parametrize("names", [("relu", "none"), ("gelu", "gelu"), ("tanh", "mish")])
+def test_tiles_stay_in_registers(tiles: Tiles, names: tuple[str, str]) -> None:
+    found = nvrtc.usage(tasks.source(tiles, torch.bfloat16, *names), "tasks.cu", ARCH)
+    assert {one.frame for one in found.values()} == {0}
+    assert found[tasks.KERNEL].registers <= 65536 // tiles.threads
+
+
+@pytest.mark.parametrize("rows", [1, 300, 5000, 70_001])
+@pytest.mark.parametrize("tiles", CANDIDATES, ids=str)
+def test_every_row_is_in_one_slice(rows: int, tiles: Tiles) -> None:
+    widths = 415, 512, 256, 1
+    steps = [Step(n, k, True, k) for k, n in reversed(list(pairwise(widths)))]
+    found = tasks.order(rows, steps, True, tiles, 132)
+    for count, each in zip(found.slices, found.slice_rows, strict=True):
+        assert each % tiles.bm == 0
+        assert (count - 1) * each < rows <= count * each
+    assert list(found.begin) == sorted(found.begin)
