@@ -2,7 +2,7 @@
 // are fibers that take turns; TMA, barriers and wgmma do at once what they are asked. Shared memory
 // begins as NaN. What waits for nothing it needs computes with what is not there yet.
 //
-// Macros from the host: IS_BF16 EMULATED_THREADS (of a block). A TensorMap is an Extent here.
+// Macro from the host: IS_BF16. A TensorMap is an Extent here.
 
 #include <math.h>
 #include <stdio.h>
@@ -82,10 +82,13 @@ struct Block {
   std::map<u32, Mbarrier> barriers;
   Meeting named[16], warps[32];
   u32 exchange[32][32];
+  long version = 0;  // of shared memory
 };
 
 Block block;
-Fiber fibers[EMULATED_THREADS];
+constexpr int MOST_THREADS = 1024;
+Fiber fibers[MOST_THREADS];
+int threads_of_block;
 ucontext_t home;
 int current;
 Place blockIdx;
@@ -118,7 +121,7 @@ inline void meet(Meeting& meeting, int count) {
 
 inline void bar_sync(int id, int threads) { meet(block.named[id], threads); }
 inline void bar_arrive(int id, int threads) { arrive(block.named[id], threads); }
-inline void __syncthreads() { bar_sync(0, EMULATED_THREADS); }
+inline void __syncthreads() { bar_sync(0, threads_of_block); }
 inline void __syncwarp() { meet(block.warps[current / 32], 32); }
 inline u32 lane_id() { return current % 32; }
 inline void let_next_start() {}
@@ -196,14 +199,15 @@ inline T load(u32 at) {
 inline unsigned short load_shared16(u32 at) { return load<unsigned short>(at); }
 inline u32 load_shared32(u32 at) { return load<u32>(at); }
 inline uint4 load_shared128(u32 at) { return load<uint4>(at); }
-inline void store_shared16(u32 at, unsigned short v) { memcpy(block.memory + at, &v, 2); }
-inline void store_shared32(u32 at, u32 v) { memcpy(block.memory + at, &v, 4); }
-inline void store_shared128(u32 at, uint4 v) { memcpy(block.memory + at, &v, 16); }
+inline void store_shared16(u32 at, unsigned short v) { ++block.version, memcpy(block.memory + at, &v, 2); }
+inline void store_shared32(u32 at, u32 v) { ++block.version, memcpy(block.memory + at, &v, 4); }
+inline void store_shared128(u32 at, uint4 v) { ++block.version, memcpy(block.memory + at, &v, 16); }
 
 inline void stmatrix(u32 at, u32 a, u32 b, u32 c, u32 d) {
   u32* const all = block.exchange[current / 32];
   const int lane = current % 32;
   const u32 words[4] = {a, b, c, d};
+  ++block.version;
   all[lane] = at;
   __syncwarp();
   for (int m = 0; m < 4; ++m)
@@ -270,6 +274,7 @@ struct alignas(64) TensorMap {
 
 template <int kPeers>
 inline void tma_load(u32 dst, const TensorMap* map, u32 bar, int x, int y) {
+  ++block.version;
   Extent extent;
   memcpy(&extent, map->bytes, sizeof(extent));
   for (int r = 0; r < extent.box_rows; ++r) {
@@ -303,16 +308,32 @@ inline float operand(u64 desc, int r, int k) {
   return wide(load<unsigned short>(swizzled(at + r * 128 + k * 2)));
 }
 
+// What wgmma read of B, decoded: all threads of a warpgroup read the same.
+struct Decoded {
+  u64 desc = 0;
+  long version = -1;
+  int count = 0;
+  float values[256][16];
+};
+static Decoded every_decoded[64];
+
 template <int kCount>
 inline void wgmma(float (&acc)[kCount], u64 a, u64 b) {
   const int lane = current % 32, warp = current / 32 % 4;
+  Decoded& decoded = every_decoded[(b ^ b >> 6 ^ b >> 12) % 64];
+  if (decoded.desc != b || decoded.version != block.version || decoded.count < 2 * kCount) {
+    decoded.desc = b, decoded.version = block.version, decoded.count = 2 * kCount;
+    for (int n = 0; n < 2 * kCount; ++n)
+      for (int k = 0; k < 16; ++k) decoded.values[n][k] = operand(b, n, k);
+  }
   for (int h = 0; h < 2; ++h) {
     float row[16];
     for (int k = 0; k < 16; ++k) row[k] = operand(a, warp * 16 + lane / 4 + 8 * h, k);
     for (int j = 0; j < kCount / 4; ++j) {
       for (int e = 0; e < 2; ++e) {
+        const float* const column = decoded.values[8 * j + lane % 4 * 2 + e];
         float& sum = acc[4 * j + 2 * h + e];
-        for (int k = 0; k < 16; ++k) sum += row[k] * operand(b, 8 * j + lane % 4 * 2 + e, k);
+        for (int k = 0; k < 16; ++k) sum += row[k] * column[k];
       }
     }
   }
@@ -326,17 +347,19 @@ inline void wgmma_first(float (&acc)[kCount], u64 a, u64 b) {
 
 // ---------------------------------------------------------------- launches
 
-static void run_grid(int columns, int rows, void (*body)()) {
-  static std::vector<std::vector<char>> stacks(EMULATED_THREADS, std::vector<char>(1 << 16));
+static void run_grid(int columns, int rows, int threads, void (*body)()) {
+  static std::vector<std::vector<char>> stacks(MOST_THREADS, std::vector<char>(1 << 16));
+  threads_of_block = threads;
   gridDim.x = columns;
   for (int i = 0; i < columns * rows; ++i) {
     blockIdx = {i % columns, i / columns};
     idle = 0;
     memset(block.memory, 0xff, sizeof(block.memory));
+    ++block.version;
     block.barriers.clear();
     for (Meeting& m : block.named) m = Meeting();
     for (Meeting& m : block.warps) m = Meeting();
-    for (int thread = 0; thread < EMULATED_THREADS; ++thread) {
+    for (int thread = 0; thread < threads; ++thread) {
       Fiber& fiber = fibers[thread];
       fiber.done = false;
       getcontext(&fiber.context);
@@ -345,8 +368,8 @@ static void run_grid(int columns, int rows, void (*body)()) {
       fiber.context.uc_link = &home;
       makecontext(&fiber.context, body, 0);
     }
-    for (int left = EMULATED_THREADS; left;) {
-      for (current = 0; current < EMULATED_THREADS; ++current) {
+    for (int left = threads; left;) {
+      for (current = 0; current < threads; ++current) {
         if (fibers[current].done) continue;
         swapcontext(&home, &fibers[current].context);
         left -= fibers[current].done;
