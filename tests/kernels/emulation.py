@@ -126,6 +126,7 @@ class Launch:
             path.write_text(emulated_source(self._text))
             built = path.with_suffix(".so")
             flags = ["-O1", "-std=c++17", "-w", "-shared", "-fPIC", "-fno-gnu-unique"]
+            flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
             subprocess.run(["g++", *flags, "-o", built, path], check=True)
             _BUILT[self._text] = ctypes.CDLL(str(built))
         (memory,) = self._arguments

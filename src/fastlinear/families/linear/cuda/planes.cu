@@ -205,11 +205,12 @@ __device__ __forceinline__ float scaled(float v, int e) {
 }
 
 __device__ __forceinline__ void store(float* to, long long at, float low, float high, int left) {
-  if (left > 1 && (at & 1) == 0) {
-    *reinterpret_cast<float2*>(to + at) = {low, high};
+  to += at;
+  if (left > 1 && (reinterpret_cast<u64>(to) & 7) == 0) {
+    *reinterpret_cast<float2*>(to) = {low, high};
   } else {
-    to[at] = low;
-    if (left > 1) to[at + 1] = high;
+    to[0] = low;
+    if (left > 1) to[1] = high;
   }
 }
 

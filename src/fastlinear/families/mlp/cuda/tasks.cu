@@ -231,18 +231,24 @@ struct Consumer {
     release(previous);
   }
 
-  // The word of two numbers at (row, column); zeros beyond the width.
+  static __device__ __forceinline__ bool on_4_bytes(const void* at) {
+    return (reinterpret_cast<u64>(at) & 3) == 0;
+  }
+
+  // The word of two numbers; zeros beyond the width.
   static __device__ __forceinline__ u32 read(const unsigned short* from, long long at, int left) {
-    if (left > 1 && (at & 1) == 0) return *reinterpret_cast<const u32*>(from + at);
-    return left > 0 ? from[at] | (left > 1 ? static_cast<u32>(from[at + 1]) << 16 : 0) : 0;
+    from += at;
+    if (left > 1 && on_4_bytes(from)) return *reinterpret_cast<const u32*>(from);
+    return left > 0 ? from[0] | (left > 1 ? static_cast<u32>(from[1]) << 16 : 0) : 0;
   }
 
   static __device__ __forceinline__ void write(unsigned short* to, long long at, u32 word, int left) {
-    if (left > 1 && (at & 1) == 0) {
-      *reinterpret_cast<u32*>(to + at) = word;
+    to += at;
+    if (left > 1 && on_4_bytes(to)) {
+      *reinterpret_cast<u32*>(to) = word;
     } else {
-      to[at] = static_cast<unsigned short>(word);
-      if (left > 1) to[at + 1] = static_cast<unsigned short>(word >> 16);
+      to[0] = static_cast<unsigned short>(word);
+      if (left > 1) to[1] = static_cast<unsigned short>(word >> 16);
     }
   }
 
