@@ -42,16 +42,16 @@ inline float __uint_as_float(u32 x) {
 }
 inline u32 __umulhi(u32 a, u32 b) { return static_cast<u64>(a) * b >> 32; }
 
-struct uint2 {
+struct alignas(8) uint2 {
   u32 x, y;
 };
-struct uint4 {
+struct alignas(16) uint4 {
   u32 x, y, z, w;
 };
-struct float2 {
+struct alignas(8) float2 {
   float x, y;
 };
-struct float4 {
+struct alignas(16) float4 {
   float x, y, z, w;
 };
 struct Index {
