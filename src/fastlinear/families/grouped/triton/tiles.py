@@ -140,7 +140,14 @@ def _load_matrix(
 
 @triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """acc + a b; UPCAST multiplies in float32 (the CPU interpreter has no bfloat16)."""
+    """acc + a b; UPCAST multiplies in float32 (the CPU interpreter has no bfloat16).
+
+    One column is a sum, which adds up in pairs: as accurate as PyTorch's sum of one output, where
+    tensor cores add one after the other.
+    """
+    if b.shape[1] == 1:
+        product = a.to(tl.float32) * tl.trans(b).to(tl.float32)
+        return acc + tl.sum(product, axis=1, keep_dims=True)
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
