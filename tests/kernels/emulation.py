@@ -61,7 +61,7 @@ def emulated_source(text: str) -> str:
         activations = activations.replace(ptx, meant)
     assert before in text
     kernel = text[text.index(before) + len(before) :]
-    kernel = kernel.replace("__shared__ Line", "static Line")  # of a block, which runs alone
+    kernel = re.sub(r"(?<!extern )__shared__", "static", kernel)  # of a block, which runs alone
     named = set(re.findall(r"void (\w+)\(float \(&d\)", text)) - {"wgmma", "wgmma_first"}
     products = "".join(map(_product, sorted(named)))
     launches = "".join(_MAIN.format(name=n, params=p) for n, p in _KERNEL.findall(kernel))

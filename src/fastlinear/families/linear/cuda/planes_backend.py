@@ -37,8 +37,8 @@ from fastlinear.native import cuda_driver as driver
 _REMEDY = "Leave the configuration to the model."
 _MATRIX_BYTES, _SPLIT_BYTES = 80, 176
 _LINE_WORDS = 3
-_CHUNKS = 64  # at most, of rows
-_COLUMNS = 64  # of a block
+_COLUMNS, _LEAST_ROWS = 64, 64  # of a block
+_BLOCKS = 8  # of a multiprocessor
 _MAPS = 4 * MAP_BYTES
 _PRODUCT_BYTES = _MAPS + 8 * 8 + 8 * 4 + 4 * 8
 _SUMS_THREADS = 256
@@ -95,13 +95,14 @@ class _SplitPlan:
         for t in matrices:
             rows, columns = t.shape
             wide = t.data_ptr() % 16 == 0 and (t.stride(0) % 4 == 0 or rows == 1)
-            chunk = -(-rows // min(_CHUNKS, -(-rows // 64)))
+            strips = -(-columns // _COLUMNS)
+            most = -(-_BLOCKS * _units(device) // strips)
+            chunk = max(_LEAST_ROWS, -(-rows // most))
             chunks = -(-rows // chunk)
             pitch = -(-columns // 8) * 8
             tables.append((rows, columns, pitch, int(wide), first, chunk, chunks, part))
             part += chunks * columns
-            blocks = chunks * -(-columns // _COLUMNS)
-            first += blocks if by_columns else -(-rows // (SPLIT_THREADS // lanes))
+            first += chunks * strips if by_columns else -(-rows // (SPLIT_THREADS // lanes))
         self._parts = part * _LINE_WORDS if by_columns else 0
         names = (MAXIMA_KERNEL, COLUMNS_KERNEL) if by_columns else (ROWS_KERNEL,)
         self._runs = []
