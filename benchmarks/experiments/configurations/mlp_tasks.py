@@ -42,7 +42,7 @@ def _steps(p: Problem) -> tuple[Step, ...]:
 def _candidates(p: Problem) -> list[Tiles]:
     """What calls choose from, with fewer slots, too."""
     fewer = [replace(t, stages=t.stages // 2) for t in tasks.CANDIDATES]
-    return [*tasks.CANDIDATES, *fewer]
+    return list(dict.fromkeys((*tasks.CANDIDATES, *fewer)))
 
 
 def _run(p: Problem, c: Tiles) -> Callable[..., Any]:
@@ -69,4 +69,5 @@ KIND = Kind(
     config=lambda p, fields: Tiles(**fields),
     group=lambda p: "all",
     plans=tasks_backend._plans,
+    serves=lambda p, c: c in tasks.CANDIDATES,
 )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
+from benchmarks.experiments.configurations.planes import KIND
+from benchmarks.experiments.configurations.rows import mean, read, regrets
 from fastlinear.activations.reference import NAMES
 from fastlinear.families.linear.cuda import planes
 from fastlinear.families.linear.cuda.planes import STAGES, Config
 from fastlinear.kernels.cuda.hopper import ARCH
 from tests.families import nvrtc_offline as nvrtc
+
+ROOT = Path(__file__).parents[3]
 
 
 def _frame(config: Config, *rest: object) -> int:
@@ -43,3 +50,13 @@ def test_the_chosen_configuration_can_serve() -> None:
         assert found.invalid(k) is None
     assert planes.config_for(256, 256, 1 << 17, 132).slices > 1
     assert planes.config_for(8192, 4096, 4096, 132).slices == 1
+
+
+def test_the_model_of_time_chooses_what_was_fastest() -> None:
+    """Of the configurations that were timed for each of some drawn problems."""
+    kind = KIND
+    (timed,) = read(kind, ROOT / "results/nvidia-h200/planes.jsonl.gz").values()
+    told = [kind.microseconds(r.problem, r.config) for r in timed]
+    assert len(timed) > 2000
+    assert mean(regrets(timed, np.array(told))) < 1.04
+    assert mean(regrets(timed, np.ones(len(timed)))) > 1.04

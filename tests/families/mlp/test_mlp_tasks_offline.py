@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from benchmarks.experiments.configurations.mlp_tasks import KIND
+from benchmarks.experiments.configurations.rows import mean, read, regrets
 from fastlinear.families.mlp.cuda import tasks
 from fastlinear.families.mlp.cuda.tasks import CANDIDATES, Step, Tiles
 from fastlinear.kernels.cuda.hopper import ARCH
 from tests.families import nvrtc_offline as nvrtc
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("tiles", CANDIDATES, ids=str)
@@ -31,3 +37,13 @@ def test_every_row_is_in_one_slice(rows: int, tiles: Tiles) -> None:
         assert each % tiles.bm == 0
         assert (count - 1) * each < rows <= count * each
     assert list(found.begin) == sorted(found.begin)
+
+
+def test_the_model_of_time_chooses_what_was_fastest() -> None:
+    """Of the configurations that were timed for each of some drawn problems."""
+    kind = KIND
+    (timed,) = read(kind, ROOT / "results/nvidia-h200/mlp-tasks.jsonl.gz").values()
+    told = [kind.microseconds(r.problem, r.config) for r in timed]
+    assert len(timed) > 2000
+    assert mean(regrets(timed, np.array(told))) < 1.04
+    assert mean(regrets(timed, np.ones(len(timed)))) > 1.04

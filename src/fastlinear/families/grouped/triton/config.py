@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -105,6 +105,7 @@ def parts(size: int) -> tuple[int, int, int]:
     return (*found, *(0,) * (3 - len(found)))  # type: ignore[return-value]
 
 
+_SUMMED = 4096  # numbers that a program of one output sums at a time
 FORWARD_PRECISION = "tf32x3"
 """Scheme of a forward's float32 products (16-bit ones ignore it), whatever precision the user
 allows. Plain float32 arithmetic takes 4 to 5 times as long for narrow groups and is about as exact:
@@ -199,8 +200,9 @@ def product_config(
     else:
         block_m, block_n = min(64, padded(tokens)), min(64, padded(n))
         streaming = ProductConfig(block_m, block_n, 32, warps, 3)
-    if n == 1 and not sign_mask:
-        block_n, streaming = 1, replace(streaming, block_n=1)
+    if n == 1 and not sign_mask:  # sums, of numbers that go from memory to registers
+        block_k = min(_SUMMED // 16, padded(k))
+        return ProductConfig(min(_SUMMED // block_k, padded(tokens)), 1, block_k, 4, 1)
     resident = MAX_RESIDENT if itemsize == 2 else MAX_RESIDENT // 2 if hopper else 64
     if k > resident:
         return streaming

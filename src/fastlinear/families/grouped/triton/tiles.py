@@ -146,8 +146,8 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     tensor cores add one after the other.
     """
     if b.shape[1] == 1:
-        product = a.to(tl.float32) * tl.trans(b).to(tl.float32)
-        return acc + tl.sum(product, axis=1, keep_dims=True)
+        column = tl.sum(b.to(tl.float32), axis=1)  # the numbers themselves, as a row lies
+        return acc + tl.sum(a.to(tl.float32) * column[None, :], axis=1, keep_dims=True)
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)

@@ -130,9 +130,9 @@ def split_source(lanes: int) -> str:
 
 STAGES = {64: 4, 128: 3, 192: 2}
 """Of each width of tiles, as many as shared memory holds."""
-# Microseconds of each of ``terms``: guesses by arithmetic. A step of a tile has 24 wgmma, of bn / 2
-# clocks each.
-_US = (0.44, 1.0, 0.88, 1.5, 1.31, 2.0, 2.0, 2.5e-3, 2.5)
+# Microseconds of each of ``terms``, fitted to 4,261 launches of 486 drawn products on an H200
+# (``results/nvidia-h200/planes.jsonl.gz``).
+_US = (0.7404, 3.079, 1.086, 4.971, 1.491, 6.706, 0.4668, 2.973, 1.446)
 START_US = _US[6]
 """Of it what any launch takes."""
 
