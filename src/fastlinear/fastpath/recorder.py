@@ -36,6 +36,7 @@ from fastlinear.fastpath.unboxed_steps import IN_PLACE, STEPS
 SCALAR_TYPES = {
     torch.bool: 11,
     torch.uint8: 0,
+    torch.int16: 2,
     torch.int32: 3,
     torch.int64: 4,
     torch.float16: 5,

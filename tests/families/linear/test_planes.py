@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastlinear.core.compare import judge
+import fastlinear
+from fastlinear.core.compare import judge, relative_error
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.linear.cuda import planes_backend
 from fastlinear.families.linear.cuda.planes import STAGES, Config
@@ -206,3 +207,21 @@ def test_recorded_in_a_graph() -> None:
     for ours, own in zip(found[:2], expected[:2], strict=True):
         assert torch.equal(ours, own.flip(0))
     near(found[2], dpre.t() @ x, dpre.double().t() @ x.double())
+
+
+@pytest.mark.gpu
+@_GPU
+@pytest.mark.parametrize("place", ["cuda"], indirect=True)
+def test_public_calls_by_tapes() -> None:
+    """More steps than a recording takes, sizes where planes are predicted both ways."""
+    x, weight, bias = values(4096, 1024), values(2048, 1024, seed=1), values(2048, seed=2)
+    dy = values(4096, 2048, seed=3)
+    own = [t.double().requires_grad_() for t in (x, weight, bias)]
+    torch.nn.functional.linear(*own).relu().backward(dy.double())
+    for _ in range(15):
+        ours = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        fastlinear.linear_act(*ours, "relu", backend="planes").backward(dy)
+        for found, oracle in zip(ours, own, strict=True):
+            assert found.grad is not None
+            assert oracle.grad is not None
+            assert relative_error(found.grad, oracle.grad) < 1e-6

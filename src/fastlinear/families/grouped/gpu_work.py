@@ -106,6 +106,8 @@ def _products_us(p: Problem, backend: str, groups: int, m: int) -> tuple[float, 
         chip = size, every, capability()
         if p.piece == "forward":
             launched, way = _launched(config.product_config(m, groups, k, n, *chip))
+            if way[-1] == "summed":
+                return bytes_us(p, groups * m * (k + 1)), way
             us = tiled_us(*products[0], size, rate, OURS, groups, False, every, launched)
             return us, way
         channels = p.option("order") == "channels"
@@ -146,7 +148,8 @@ def _strided(p: Problem) -> tuple[str, ...]:
 
 
 def _launched(c: config.ProductConfig) -> tuple[Launched, tuple[str, ...]]:
-    way = (f"tile:{c.block_m}x{c.block_n}", "streaming" if c.block_k else "resident")
+    how = "summed" if c.block_n == 1 else "streaming" if c.block_k else "resident"
+    way = (f"tile:{c.block_m}x{c.block_n}", how)
     return (c.block_m, c.block_n, 1), way
 
 

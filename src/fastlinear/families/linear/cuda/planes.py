@@ -30,6 +30,7 @@ BY_COLUMNS = {"forward": (False, False), "grad_input": (False, True), "grad_weig
 """Of the operands of each piece, whether K is the dimension of their rows."""
 _MOST_SLICES = 64
 _MOST = 1 << 30  # of each size: coordinates of tiles are 32-bit
+_MOST_NUMBERS = 1 << 29
 _HERE = Path(__file__)
 
 
@@ -42,7 +43,12 @@ def reason_not(p: Problem) -> str | None:
     sizes = [p.dim(name) for name in "MKN"]
     if min(sizes) < 1:
         return "an empty dimension"
-    return None if max(sizes) < _MOST else "sizes must stay below 2^30"
+    if max(sizes) >= _MOST:
+        return "sizes must stay below 2^30"
+    m, k, n = sizes
+    if max(m * k, n * k, m * n) > _MOST_NUMBERS:
+        return "x, weight and y may have 2^29 elements each: planes are copies"
+    return None
 
 
 @dataclass(frozen=True)
