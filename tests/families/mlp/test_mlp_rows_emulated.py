@@ -136,6 +136,14 @@ def test_float16_and_rows_that_lie_apart() -> None:
     check(None, (24, 40, 8), 90, ("sigmoid", "none"), torch.float16, apart=3)
 
 
+def test_rows_that_begin_on_16_bytes_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 29 numbers, say, 32 apart, as layers that take the input again have them."""
+    monkeypatch.setattr(operands, "aligned_copy", None)
+    check(None, (29, 40, 8), 90, ("relu", "none"), apart=3)
+    with pytest.raises(TypeError, match="not callable"):
+        check(None, (29, 40, 8), 90, ("relu", "none"))
+
+
 @pytest.mark.parametrize(
     "needs",
     [

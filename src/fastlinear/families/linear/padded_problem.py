@@ -15,6 +15,11 @@ def padded_size(size: int) -> int:
     return -(-size // MULTIPLE) * MULTIPLE
 
 
+def row_length(size: int, itemsize: int) -> int:
+    """Numbers from row to row of so many, where rows begin on 16 bytes."""
+    return padded_size(size) if size * itemsize % 16 else size
+
+
 def aligned(p: Problem) -> bool:
     """Whether rows of K and of N features begin at multiples of 16 elements."""
     return p.dim("K") % MULTIPLE == 0 and p.dim("N") % MULTIPLE == 0

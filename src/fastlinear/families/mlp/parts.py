@@ -7,13 +7,17 @@ of them, each of which takes what the one before gives.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastlinear.activations.reference import activation as activation_of
+from fastlinear.core.calls import PLAIN
 from fastlinear.core.errors import InputError
+from fastlinear.dispatch.backend import is_installed
+from fastlinear.families.linear.padded_problem import row_length
 from fastlinear.families.mlp.validation import sequences, validate
 from fastlinear.op.spec import Arguments
 
@@ -66,8 +70,30 @@ def hidden(activation: Activations, layers: int, function: str = "mlp") -> tuple
 
 
 def joined(x: Tensor, h: Tensor, place: str) -> Tensor:
-    """What a layer with a skip takes: x (..., n_0) beside h (..., n)."""
-    return torch.cat((x, h) if place == FIRST else (h, x), -1)
+    """What a layer with a skip takes: x (..., n_0) beside h (..., n).
+
+    On a GPU rows begin on 16 bytes, which kernels load at once.
+    """
+    both: tuple[Tensor, ...] = (x, h) if place == FIRST else (h, x)
+    plain = type(x) in PLAIN and type(h) in PLAIN
+    if not (plain and h.is_cuda and x.dtype is h.dtype is not torch.float64):
+        return torch.cat(both, -1)
+    if not torch.compiler.is_compiling():
+        return _join()(*both)
+    n = x.shape[-1] + h.shape[-1]
+    if more := row_length(n, h.itemsize) - n:
+        both += (h.new_zeros(*h.shape[:-1], more),)
+    return torch.cat(both, -1)[..., :n]
+
+
+@cache
+def _join() -> Callable[[Tensor, Tensor], Tensor]:
+    """How matrices on a GPU come side by side."""
+    if is_installed("triton"):
+        from fastlinear.families.mlp.triton.join import join
+
+        return join
+    return lambda a, b: torch.cat((a, b), -1)
 
 
 def parts(names: Sequence[str], skips: Collection[int]) -> list[tuple[int, int]]:
