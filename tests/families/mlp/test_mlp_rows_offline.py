@@ -10,10 +10,10 @@ import torch
 
 from benchmarks.experiments.configurations import mlp_rows
 from benchmarks.experiments.configurations.rows import mean, read, regrets
-from fastlinear.families.mlp import gpu_work
+from fastlinear.families.mlp import gpu_work, layerwise
 from fastlinear.families.mlp.cuda import rows
 from fastlinear.families.mlp.cuda.rows import Rows
-from fastlinear.families.mlp.problem import problem
+from fastlinear.families.mlp.problem import problem, x_layout_of
 from fastlinear.kernels.cuda.hopper import ARCH
 from tests.families import nvrtc_offline as nvrtc
 
@@ -91,6 +91,24 @@ def test_its_work_can_be_priced(widths: tuple[int, ...], activation: str) -> Non
     assert longest[2] < longest[3]
     assert any(kind.endswith("grads") for kind in kinds[2])
     assert not any(kind.endswith("grads") for kind in kinds[0])
+
+
+def test_rows_that_begin_on_16_bytes_are_priced_as_such() -> None:
+    """Whatever is in one. Weights, and the gradient of x, lie as they do."""
+    options = {"dtype": "bfloat16", "device": "cuda", "needs_grad": True}
+    widths, wide = (79, 128, 128, 4), torch.empty(4096, 80, dtype=BF16)
+    told = [x_layout_of(t) for t in (wide[:, :79], wide[:, :72], wide, torch.empty(9, 79))]
+    assert told == ["pitched", "rows", "rows", "rows"]
+    pitched, dense = (problem("forward", 4096, widths, x_layout=x, **options) for x in told[::3])
+    assert [p.option("x") for p in layerwise.layers_of(pitched)] == ["rows"] * 3
+    for backend, kind in (("rows_cuda", "forward read"), ("whole_triton", "forward ends")):
+        for p, expected in ((pitched, set()), (dense, {"rows:2"})):
+            works = gpu_work.work(p, backend)
+            assert works is not None
+            of_x = [w for w in works if w.kind.endswith(kind) and (w.sizes or {})["n"] == 79]
+            assert {v for w in of_x for v in w.variants} == expected
+    back = [gpu_work.work(p.with_piece("backward"), "rows_cuda") for p in (pitched, dense)]
+    assert back[0] == back[1]
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -28,6 +28,7 @@ from fastlinear.dispatch.backend import (
 )
 from fastlinear.dispatch.drawn import Draw
 from fastlinear.families.linear import backends as linear_act
+from fastlinear.families.linear.padded_problem import padded_size
 from fastlinear.families.mlp import batch_invariant, layerwise, reference
 from fastlinear.families.mlp.cpu import whole as whole_cpp
 from fastlinear.families.mlp.cuda import backend
@@ -77,6 +78,8 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
     )
     if p.option("x") == "strided":
         x = draw(widths[0], m).t()
+    elif p.option("x") == "pitched":
+        x = draw(m, padded_size(widths[0] + 1))[:, : widths[0]]
     elif p.option("x") == "rows_odd":
         x = draw(m, 2 * widths[0] + 1)[:, : widths[0]]
     else:

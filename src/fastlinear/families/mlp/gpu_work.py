@@ -86,7 +86,7 @@ def _rows(p: Problem) -> tuple[Work, ...] | None:
         Work(f"{name} rows", (rest**2 + bytes_us(p, kept) ** 2) ** 0.5, sizes, flags),
         Work(f"{name} results", results, {"numbers": hidden}, (), (activation,)),
         Work(f"{name} results", last, {"numbers": m * steps[-1]}, (), ending),
-        _moved(f"{name} read", p, m, steps[0]),
+        _moved(f"{name} read", p, m, steps[0], aligned=_reads_aligned_x(p)),
         _moved(f"{name} written", p, m, steps[-1]),
     ]
     made += _copies(p, name)
@@ -159,16 +159,22 @@ def _programs(p: Problem) -> tuple[Work, ...]:
             made.append(Work(f"{name} grads", us, {"numbers": moved, "kn": k * n}))
     x = () if backward else flags_of(p, "x")
     made.append(_moved(f"{name} ends", p, m, widths[-1]))
-    made.append(_moved(f"{name} ends", p, m, widths[0], *x))
+    made.append(_moved(f"{name} ends", p, m, widths[0], *x, aligned=_reads_aligned_x(p)))
     if kept := m * sum(widths[1:-1]) * (2 if backward else p.needs_grad):
         lies_at = rows_at(p, widths[1])
         made.append(Work(f"{name} kept", bytes_us(p, kept), {"numbers": kept}, lies_at))
     return tuple(made)
 
 
-def _moved(name: str, p: Problem, m: int, n: int, *flags: str) -> Work:
+def _moved(name: str, p: Problem, m: int, n: int, *flags: str, aligned: bool = False) -> Work:
     """Rows that a launch reads or writes: where they begin tells the more the more there are."""
-    return Work(name, bytes_us(p, m * n), {"numbers": m * n, "n": n}, flags, rows_at(p, n))
+    lies_at = () if aligned else rows_at(p, n)
+    return Work(name, bytes_us(p, m * n), {"numbers": m * n, "n": n}, flags, lies_at)
+
+
+def _reads_aligned_x(p: Problem) -> bool:
+    """Whether what is read first are rows of x that begin on 16 bytes, whatever is in one."""
+    return p.piece == "forward" and p.option("x") == "pitched"
 
 
 _WHOLE = {

@@ -25,7 +25,12 @@ from fastlinear.dispatch.select import Choice, select
 from fastlinear.families.linear import problem as linear_act
 from fastlinear.families.linear.autograd import backward_of
 from fastlinear.families.linear.selection import select_backward, whole_is_measured
-from fastlinear.families.mlp.problem import activations_of, layer_activations, widths_of
+from fastlinear.families.mlp.problem import (
+    activations_of,
+    layer_activations,
+    linear_x_layout,
+    widths_of,
+)
 from fastlinear.families.mlp.reference import Biases, Needs, Weights, first_needed, layer_input
 from fastlinear.fastpath import recorder
 
@@ -201,7 +206,7 @@ def layers_of(p: Problem) -> tuple[Problem, ...]:
             activation=name,
             bias=biased[i % 2],
             needs_grad=p.needs_grad,
-            x_layout=p.option("x") if i == 0 else "rows",
+            x_layout=linear_x_layout(p) if i == 0 else "rows",
             w_layout="kn" if p.option("w") == "mixed" and i % 2 == 0 else "nk",
             precision=p.precision,
             captured=p.captured,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from fastlinear.activations.reference import NAMES as ACTIVATIONS
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.space import Space
+from fastlinear.families.linear import problem as linear_act
 
 NAME = "mlp"
 PIECES = ("forward", "backward")
@@ -33,7 +36,8 @@ def problem(
 
     Args:
         bias: ``"yes"`` (every layer has one), ``"no"`` or ``"some"``.
-        x_layout: as in linear_act: ``"rows"``, ``"rows_odd"`` or ``"strided"``.
+        x_layout: as in linear_act: ``"rows"``, ``"rows_odd"`` or ``"strided"``; or ``"pitched"``,
+            rows that begin on 16 bytes, though what is in one is no multiple of 16.
         w_layout: ``"nk"`` (every weight contiguous, as in nn.Linear) or ``"mixed"``.
     """
     layers = len(widths) - 1
@@ -68,6 +72,18 @@ SPACE = Space(
     times=4,
     times_on_cuda=2,
 )
+
+
+def x_layout_of(rows: Tensor) -> str:
+    """The x layout of ``problem`` for x seen as its rows (M, n_0), by strides alone."""
+    found, k = linear_act.x_layout_of(rows), rows.shape[1]
+    apart = rows.shape[0] > 1 and rows.stride(0) != k
+    return "pitched" if found == "rows" and apart and k * rows.itemsize % 16 else found
+
+
+def linear_x_layout(p: Problem) -> str:
+    """What linear_act's Problems call the x layout of an mlp Problem."""
+    return "rows" if p.option("x") == "pitched" else p.option("x")
 
 
 def widths_of(p: Problem) -> tuple[int, ...]:

@@ -9,9 +9,8 @@ from torch import Tensor
 from fastlinear.core.calls import facts_of
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.steps import choices_of, select_pieces
-from fastlinear.families.linear.problem import x_layout_of
 from fastlinear.families.mlp import backends, layerwise
-from fastlinear.families.mlp.problem import PIECES, STEP
+from fastlinear.families.mlp.problem import PIECES, STEP, x_layout_of
 
 __all__ = ["choices_of", "problem_of", "select_pieces", "tuning_order"]
 
