@@ -88,12 +88,14 @@ def test_bits_of_any_size(columns: tuple[int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_strides_and_addresses(dtype: torch.dtype) -> None:
     m, n = 66, 24
-    wide = numbers(m, 2 * n + 1, dtype=dtype)
+    wide, even = numbers(m, 2 * n + 1, dtype=dtype), numbers(m, 2 * n, dtype=dtype)
     kinds = {
         "turned": numbers(n, m, dtype=dtype).t(),
         "rows of wider ones": wide[:, :n],
         "between words": wide[:, 1 : n + 1],
-        "every second column": wide[:, : 2 * n : 2],
+        "every second column": even[:, ::2],
+        "columns that begin between words": even[:, 1 : n + 1],
+        "rows of even ones": even[:, :n],
         "one row": numbers(1, n, dtype=dtype).expand(m, n),
         "one column": numbers(m, 1, dtype=dtype).expand(m, n),
         "joined before": join.join(numbers(m, 5, dtype=dtype), numbers(m, n - 5, dtype=dtype)),
@@ -103,6 +105,8 @@ def test_any_strides_and_addresses(dtype: torch.dtype) -> None:
         for beside in (other, wide[:, 3:8]):
             check(t, beside)
             check(beside, t)
+    in_words = [name for name, t in kinds.items() if join._in_words(t)]
+    assert in_words == ["rows of even ones", "one row", "joined before"]
 
 
 @compares

@@ -84,12 +84,17 @@ def _launch(a: Tensor, b: Tensor, out: Tensor) -> Launch:
     wide = []
     for t in (a, b):
         row, column = t.stride()
-        in_words = t.shape[1] * t.itemsize | row * t.itemsize | t.data_ptr()
-        wide.append(column == 1 and in_words % 8 == 0)
+        wide.append(_in_words(t))
         sizes += row // each if wide[-1] else row, column
     grid = -(-out.shape[0] // _BLOCK_M) * -(-words // _BLOCK_W)
     rest = *sizes, each, -a.shape[1] % each, *wide, _BLOCK_M, _BLOCK_W
     return Launch(_join_kernel, (grid,), rest, out.device, warps=4)
+
+
+def _in_words(t: Tensor) -> bool:
+    """Whether rows are words of 8 bytes, at such addresses."""
+    sizes = t.shape[1] * t.itemsize | t.stride(0) * t.itemsize | t.data_ptr()
+    return t.stride(1) == 1 and sizes % 8 == 0
 
 
 @triton.jit
