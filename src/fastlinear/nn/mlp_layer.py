@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.errors import InputError, UnsupportedError, not_invariant
 from fastlinear.core.settings import BATCH_INVARIANT, asked
-from fastlinear.families.mlp.parts import hidden, joined
+from fastlinear.families.mlp.parts import beside, hidden
 from fastlinear.nn.linear import Linear
 from fastlinear.nn.plain_linear import hooked, why_not_linear
 
@@ -121,6 +122,6 @@ def by_layer(net: Any, x: Tensor) -> Tensor:
     names = (*hidden(net.activation, len(net._modules)), net.final_activation)
     h = x
     for i, (layer, name) in enumerate(zip(net._modules.values(), names, strict=True)):
-        entering = joined(x, h, net.skips[i]) if i in net.skips else h
+        entering = torch.cat(beside(x, h, net.skips[i]), -1) if i in net.skips else h
         h = activation_of(name).value(layer(entering))
     return h

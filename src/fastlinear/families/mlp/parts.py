@@ -69,12 +69,17 @@ def hidden(activation: Activations, layers: int, function: str = "mlp") -> tuple
     return names
 
 
+def beside(x: Tensor, h: Tensor, place: str) -> tuple[Tensor, ...]:
+    """x and h, in the order of a layer with a skip."""
+    return (x, h) if place == FIRST else (h, x)
+
+
 def joined(x: Tensor, h: Tensor, place: str) -> Tensor:
     """What a layer with a skip takes: x (..., n_0) beside h (..., n).
 
-    On a GPU rows begin on 16 bytes, which kernels load at once.
+    On a GPU rows begin on 16 bytes, but for float64 and where dtypes differ.
     """
-    both: tuple[Tensor, ...] = (x, h) if place == FIRST else (h, x)
+    both = beside(x, h, place)
     plain = type(x) in PLAIN and type(h) in PLAIN
     if not (plain and h.is_cuda and x.dtype is h.dtype is not torch.float64):
         return torch.cat(both, -1)

@@ -1,7 +1,7 @@
 """Two matrices side by side in one launch, in rows that begin on 16 bytes.
 
-PyTorch's concatenation leaves rows of 319 numbers, say, which kernels behind it have to copy before
-they can load 16 bytes at once.
+PyTorch's concatenation leaves rows of 319 numbers, for example, which begin anywhere: kernels that
+load 16 bytes at once have to copy them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fastlinear.kernels.triton.launch import Launch
 _BLOCK_M, _BLOCK_W = 64, 16  # of rows, and of words: 128 bytes side by side
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _plans: Plans[Launch] = Plans()
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def join(a: Tensor, b: Tensor) -> Tensor:
@@ -31,8 +32,9 @@ def join(a: Tensor, b: Tensor) -> Tensor:
         b: (..., B), likewise.
 
     Returns:
-        (..., A + B), new memory. Of plain tensors of one dtype of 16 or 32 bits rows begin on 16
-        bytes, at the next multiple of 16 numbers where they would not. Others take torch.cat.
+        (..., A + B), a view of new memory. Of plain tensors of one dtype of 16 or 32 bits rows
+        begin on 16 bytes, at the next multiple of 16 numbers where they would not. Others take
+        torch.cat.
     """
     if not _serves(a, b):
         return torch.cat((a, b), -1)
@@ -58,23 +60,22 @@ class Join(torch.autograd.Function):
 
 def _serves(a: Tensor, b: Tensor) -> bool:
     """Whether a kernel may read both where they lie, and nobody watches PyTorch's ops."""
-    if calls.unlike_plain((a, b)) or calls.watched() or any(map(_is_lazy, (a, b))):
+    if calls.unlike_plain((a, b)) or calls.watched() or a.is_neg() or b.is_neg():
         return False
     alike = a.dtype is b.dtype and a.device == b.device and a.shape[:-1] == b.shape[:-1]
-    return alike and a.dtype in _DTYPES and a.numel() > 0 and b.numel() > 0
-
-
-def _is_lazy(t: Tensor) -> bool:
-    return t.is_neg() or torch._C._functorch.is_functorch_wrapped_tensor(t)
+    known = alike and a.dtype in _DTYPES and a.numel() > 0 and b.numel() > 0
+    return known and not (_is_wrapped(a) or _is_wrapped(b))
 
 
 def _joined(a: Tensor, b: Tensor) -> Tensor:
-    shape = (*a.shape[:-1], a.shape[-1] + b.shape[-1])
-    a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
-    out = a.new_empty(a.shape[0], row_length(shape[-1], a.itemsize))
+    if a.dim() != 2:
+        y = _joined(a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1]))
+        return y.view(*a.shape[:-1], y.shape[1])
+    n = a.shape[1] + b.shape[1]
+    out = a.new_empty(a.shape[0], row_length(n, a.itemsize))
     lie = a.shape, a.stride(), a.data_ptr() & 15, b.shape, b.stride(), b.data_ptr() & 15
     _plans.of((*lie, a.dtype, a.device), lambda: _launch(a, b, out))(a, b, out)
-    return calls.as_result(out[:, : shape[-1]], shape)
+    return out.narrow(1, 0, n)
 
 
 def _launch(a: Tensor, b: Tensor, out: Tensor) -> Launch:
