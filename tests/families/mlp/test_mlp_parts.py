@@ -55,7 +55,26 @@ def results(run: Any, x: Tensor, weights: Any, biases: Any, wide: bool = False) 
     return [y, *torch.autograd.grad(y.square().sum(), leaves)]
 
 
-def check(device: str, skips: dict[int, str], hidden: Any, dtype: torch.dtype) -> None:
+def in_a_graph(run: Any, *given: Any) -> list[Tensor]:
+    """``results`` of a CUDA graph's replay."""
+    for _ in range(2):
+        results(run, *given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = results(run, *given)
+    graph.replay()
+    return found
+
+
+def compiled(run: Any, *given: Any) -> list[Tensor]:
+    """``results`` of a compiled function."""
+    torch.compiler.reset()
+    return results(torch.compile(run, fullgraph=True), *given)
+
+
+def check(
+    device: str, skips: dict[int, str], hidden: Any, dtype: torch.dtype, results_of: Any = results
+) -> None:
     given = drawn((5, 7, 13), skips, dtype, device)
     names = ((hidden,) * 3 if isinstance(hidden, str) else hidden) + ("tanh",)
 
@@ -66,7 +85,7 @@ def check(device: str, skips: dict[int, str], hidden: Any, dtype: torch.dtype) -
         return written_out(x, ws, bs, names, skips)
 
     oracle = results(theirs, *given, wide=True)
-    triples = zip(results(ours, *given), results(theirs, *given), oracle, strict=True)
+    triples = zip(results_of(ours, *given), results(theirs, *given), oracle, strict=True)
     for i, (mine, torchs, exact) in enumerate(triples):
         verdict = judge(str(i), mine, torchs, exact)
         assert verdict.passed, verdict
@@ -82,56 +101,29 @@ def test_against_the_oracle(skips: dict[int, str], hidden: Any, dtype: torch.dty
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("skips", SKIPS, ids=str)
-def test_against_the_oracle_on_a_gpu(skips: dict[int, str], dtype: torch.dtype) -> None:
-    check("cuda", skips, NAMES, dtype)
+@pytest.mark.parametrize("results_of", [results, in_a_graph, compiled])
+def test_against_the_oracle_on_a_gpu(
+    skips: dict[int, str], dtype: torch.dtype, results_of: Any
+) -> None:
+    check("cuda", skips, NAMES, dtype, results_of)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("columns", [13, 16])
-def test_in_a_cuda_graph(columns: int) -> None:
-    x, weights, biases = drawn((64, columns), {2: "first"}, torch.bfloat16, "cuda")
-    given = [t.requires_grad_() for t in (*weights, *(b for b in biases if b is not None))]
-
-    def step() -> list[Tensor]:
-        y = fl.mlp(x, weights, biases, skips=(2,))
-        return [y.detach(), *torch.autograd.grad(y.square().sum(), given)]
-
+def test_in_a_cuda_graph() -> None:
+    x, weights, biases = drawn((64, 13), {2: "first"}, torch.bfloat16, "cuda")
     for _ in range(2):
-        step()
+        fl.mlp(x, weights, biases, skips=(2,))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
+        y = fl.mlp(x, weights, biases, skips=(2,))
     x.normal_()
     graph.replay()
-    assert all(map(torch.equal, found, step()))
+    assert torch.equal(y, fl.mlp(x, weights, biases, skips=(2,)))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", ["first", "last"])
-def test_compiled_as_one_graph_on_a_gpu(place: str) -> None:
-    skips = {2: place}
-    given = drawn((70, 13), skips, torch.bfloat16, "cuda")
-
-    def run(x: Tensor, ws: Any, bs: Any) -> Tensor:
-        return fl.mlp(x, ws, bs, "silu", "tanh", skips=skips)
-
-    def theirs(x: Tensor, ws: Any, bs: Any) -> Tensor:
-        return written_out(x, ws, bs, ("silu", "silu", "silu", "tanh"), skips)
-
-    torch.compiler.reset()
-    compiled = torch.compile(run, fullgraph=True)
-    oracle = results(theirs, *given, wide=True)
-    triples = zip(results(compiled, *given), results(theirs, *given), oracle, strict=True)
-    for i, (mine, torchs, exact) in enumerate(triples):
-        verdict = judge(str(i), mine, torchs, exact)
-        assert verdict.passed, verdict
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_joined_rows_are_read_where_they_lie(
-    compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("by", [lambda run: run, torch.compile], ids=["eager", "compiled"])
+def test_joined_rows_are_read_where_they_lie(by: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     x, weights, biases = drawn((300, 13), {2: "first"}, torch.bfloat16, "cuda")
@@ -151,8 +143,7 @@ def test_joined_rows_are_read_where_they_lie(
         return fl.mlp(x, ws, biases, skips=(2,), backend="rows_cuda")
 
     torch.compiler.reset()
-    y = (torch.compile(run, fullgraph=True) if compiled else run)(x, *leaves)
-    torch.autograd.grad(y.sum(), leaves)
+    torch.autograd.grad(by(run)(x, *leaves).sum(), leaves)
     assert (300, 13) in copied
     assert (300, 29) not in copied
 
