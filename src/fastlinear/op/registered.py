@@ -111,9 +111,9 @@ class _Ops:
         call, needs_grad = self._call((*operands, *options[:-2]), options[-1]), options[-2]
         saves = needs_grad and bool(self._traced.saved(call))
         y, saved = self._traced.forward(call, self._chosen(call, needs_grad), saves)
-        y = y.contiguous()
+        y = _as_compiled(y)
         y = calls.as_result(y, y.shape)
-        return (y, *(t.contiguous() for t in saved)) if saves else y
+        return (y, *map(_as_compiled, saved)) if saves else y
 
     def forward_fake(self, *given: Any) -> Any:
         call, needs_grad = self._call(given[:-2], given[-1]), given[-2]
@@ -193,7 +193,7 @@ class _Ops:
         dy, saved, *operands = given
         call, needs = self._call((*operands, *options[:-2]), options[-1]), tuple(options[-2])
         grads = self._traced.backward(dy, saved, call, self._chosen(call, True), needs)
-        return tuple([None if g is None else g.contiguous() for g in grads])
+        return tuple([None if g is None else _as_compiled(g) for g in grads])
 
     def backward_fake(self, dy: Tensor, _: list[Tensor], *given: Any) -> list[Tensor]:
         return [
@@ -228,6 +228,12 @@ class _Ops:
             if cache.changes() == began:
                 self._known[key] = found
         return None if empty else found
+
+
+def _as_compiled(t: Tensor) -> Tensor:
+    """A result as compiled code takes it: dense, and behind a multiple of 16 bytes of memory."""
+    t = t.contiguous()
+    return t.clone() if t.storage_offset() * t.itemsize % 16 else t
 
 
 def _any(need: Any) -> bool:

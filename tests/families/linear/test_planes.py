@@ -220,7 +220,7 @@ def test_public_calls_by_tapes() -> None:
     torch.nn.functional.linear(*own).relu().backward(dy.double())
     for _ in range(15):
         ours = [t.clone().requires_grad_() for t in (x, weight, bias)]
-        fastlinear.linear_act(*ours, "relu", backend="planes").backward(dy)
+        fastlinear.linear_act(*ours, activation="relu", backend="planes").backward(dy)
         for found, oracle in zip(ours, own, strict=True):
             assert found.grad is not None
             assert oracle.grad is not None

@@ -104,13 +104,13 @@ def _products_us(p: Problem, backend: str, groups: int, m: int) -> tuple[float, 
     products = _products(p.piece, m, k, n)
     if p.family == NAME and backend == "triton":
         chip = size, every, capability()
+        channels = p.option("order") == "channels"
         if p.piece == "forward":
-            launched, way = _launched(config.product_config(m, groups, k, n, *chip))
+            launched, way = _launched(config.product_config(m, groups, k, n, *chip, channels))
             if way[-1] == "summed":
                 return bytes_us(p, groups * m * (k + 1)), way
             us = tiled_us(*products[0], size, rate, OURS, groups, False, every, launched)
             return us, way
-        channels = p.option("order") == "channels"
         how = config.backward_config(
             m, groups, k, n, *chip, p.option("activation"), channels=channels
         )

@@ -118,6 +118,10 @@ def _reason_not_cuda(p: Problem) -> str | None:
     )
 
 
+def _reason_not_planes(p: Problem) -> str | None:
+    return _reason_not_gpu(p) or planes.reason_not(p)
+
+
 def _reason_not_few_rows(p: Problem) -> str | None:
     why = _reason_not_gpu(p)
     return why or few_rows_config.reason_not(
@@ -289,7 +293,7 @@ FAMILY = register_family(
             *(
                 Backend(
                     *(NAME, p, "planes", f"{_HERE}.cuda.planes_backend:{p}"),
-                    planes.reason_not,
+                    _reason_not_planes,
                     _CUDA_SOURCES,
                 )
                 for p in ("forward", "grad_input", "grad_weight")

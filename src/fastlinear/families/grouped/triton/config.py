@@ -181,12 +181,12 @@ def product_config(
     itemsize: int,
     units: int,
     capability: tuple[int, int],
-    sign_mask: bool = False,
+    across: bool = False,
 ) -> ProductConfig:
     """The configuration of a product of ``tokens`` rows a group, (K) → (N).
 
     Args:
-        sign_mask: it packs these, 8 features in a byte.
+        across: whether tokens lie side by side, and features apart.
 
     Four warps on 64 tokens: on an H200 eight are up to twice as slow, and more tokens no faster.
     float32 on tensor cores is half as slow again with three stages as with two.
@@ -200,7 +200,7 @@ def product_config(
     else:
         block_m, block_n = min(64, padded(tokens)), min(64, padded(n))
         streaming = ProductConfig(block_m, block_n, 32, warps, 3)
-    if n == 1 and not sign_mask:  # sums, of numbers that go from memory to registers
+    if n == 1 and not (across and itemsize == 2):  # sums of what goes from memory to registers
         block_k = min(_SUMMED // 16, padded(k))
         return ProductConfig(min(_SUMMED // block_k, padded(tokens)), 1, block_k, 4, 1)
     resident = MAX_RESIDENT if itemsize == 2 else MAX_RESIDENT // 2 if hopper else 64

@@ -107,7 +107,8 @@ class Product:
         n = weight.shape[1]
         if config is None:
             facts = x.element_size(), tensors.units_of(x.device), tensors.capability_of(x.device)
-            config = product_config(batch * length, groups, k, n, *facts, sign_mask is not None)
+            across = x.stride(1) == 1 != x.stride(3)
+            config = product_config(batch * length, groups, k, n, *facts, across)
         place = tensors.Tiles(x, config.block_m)
         columns = -(-n // config.block_n)
         how = (activation, tensors.math_of(x.dtype), FORWARD_PRECISION, place.across)

@@ -206,8 +206,8 @@ def _bwd_dw_tile(
 ):
     """One tile of a dW (N, K) over rows [row_begin, row_end), stored at part_ptr.
 
-    Tiles at K_FIRST = 0 also give their part of db (N,), stored behind dW. It is a product with
-    ones: the sum runs on the matrix unit along with dW.
+    Tiles at K_FIRST = 0 also give their part of db (N,), stored behind dW, at a multiple of 64
+    numbers. It is a product with ones: the sum runs on the matrix unit along with dW.
     """
     dw = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     db = tl.zeros((BLOCK_N, 16), dtype=tl.float32)
@@ -235,7 +235,7 @@ def _bwd_dw_tile(
     )
     if K_FIRST == 0:
         db_sum = tl.sum(db, 1) * (1.0 / 16)
-        tl.store(part_ptr + N * K + n_offs, db_sum.to(kind), mask=n_offs < N)
+        tl.store(part_ptr + (N * K + 63) // 64 * 64 + n_offs, db_sum.to(kind), mask=n_offs < N)
 
 
 @triton.jit
@@ -261,7 +261,8 @@ def _mlp_bwd_dw_kernel(
     ``dpre_ptrs[j]`` (M, N) is contiguous, ``input_ptrs[j]`` (M, K) has unit column stride.
     TILES[t] is (j, offset of the layer's dW in a slice of part (slices, total), N, K, the tile's
     first row and column, its padded sizes, whether the input is x, whose row stride is given,
-    whether the layer's input is ACTIVATION of what is given). db follows dW in part.
+    whether the layer's input is ACTIVATION of what is given). db follows dW in part, at the next
+    multiple of 64 numbers.
     """
     tile = tl.program_id(0)
     piece = tl.program_id(1)

@@ -201,10 +201,9 @@ class _WeightGrads:
         self._sizes: list[int] = []
         offsets = [0]
         for n, k in self._shapes:
-            used = n * k + n
-            padding = -used % 64  # every dW starts aligned
-            self._sizes += [n * k, n, padding]
-            offsets.append(offsets[-1] + used + padding)
+            behind = [-size % 64 for size in (n * k, n)]  # every dW and db starts aligned
+            self._sizes += [n * k, behind[0], n, behind[1]]
+            offsets.append(offsets[-1] + sum(self._sizes[-4:]))
         self._total = offsets[-1]
         M = x.shape[0]
         chosen = grads_config(x.dtype)
@@ -260,7 +259,7 @@ class _WeightGrads:
             self._sum(parts, flat)
         pieces = flat.split_with_sizes(self._sizes)
         return [
-            (i, pieces[3 * j].view(self._shapes[j]), pieces[3 * j + 1])
+            (i, pieces[4 * j].view(self._shapes[j]), pieces[4 * j + 2])
             for j, i in enumerate(layers)
         ]
 
