@@ -83,7 +83,7 @@ class RowsPlan:
 _COPIES_STRIDES = 16 * MAX_STEPS  # behind from[], to[]: row[], column[] | n[], k[], pitch[]
 _COPIES_SIZES = _COPIES_STRIDES + 16 * MAX_STEPS
 _COPIES_BYTES = _COPIES_SIZES + 12 * MAX_STEPS
-_MOST_COPY_BLOCKS = 64  # of a matrix
+_MOST_COPY_BLOCKS = 1024  # of a matrix
 
 
 class CopiesPlan:
