@@ -58,7 +58,11 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
     def made(size: int, by_rows: bool) -> planes_backend.Planes:
         shape = (size, k) if by_rows else (k, size)
         numbers = normal(place, torch.float32, *shape)
-        return planes_backend.split((numbers,), not by_rows)[0]
+        pitch = -(-shape[1] // 8) * 8
+        high, low = (normal(place, torch.float16, shape[0], pitch) for _ in range(2))
+        exponents = torch.zeros(size + size % 2, dtype=torch.int16, device=place)
+        planes = high[:, : shape[1]], low[:, : shape[1]], exponents
+        return planes_backend.Planes(*planes, numbers, not by_rows)
 
     ways = of_rows[p["piece"]]
     sets = turns(m * k + k * n + m * n, torch.float32)

@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.experiments.configurations.planes import KIND
 from benchmarks.experiments.configurations.rows import mean, read, regrets
-from fastlinear.activations.reference import NAMES
 from fastlinear.families.linear.cuda import planes
 from fastlinear.families.linear.cuda.planes import STAGES, Config
 from fastlinear.kernels.cuda.hopper import ARCH
@@ -32,8 +31,8 @@ def test_every_layout_stays_in_registers(bn: int, turned: tuple[bool, bool]) -> 
         assert _frame(Config(bn, STAGES[bn], turns=turns), "none", False, False, *turned) == 0
 
 
-@pytest.mark.parametrize("activation", NAMES)
-def test_every_activation_stays_in_registers(activation: str) -> None:
+@pytest.mark.parametrize("activation", ["gelu", "mish", "sine", "softplus"])
+def test_long_activations_stay_in_registers(activation: str) -> None:
     most = 8 if activation == "sine" else 0  # around the call for what is large
     assert _frame(Config(), activation, True, True, False, False) <= most
 

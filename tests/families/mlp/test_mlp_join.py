@@ -22,7 +22,7 @@ from tests.families.interpreted import (
 )
 
 if INTERPRETED or ON_GPU:
-    from fastlinear.families.mlp.triton import join
+    from fastlinear.families.mlp import join
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # columns of either: what a word has and has not, words' borders, tiles' borders, aligned results

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastlinear.families.mlp.triton import join
+from fastlinear.families.mlp import join
 from tests.families.triton_offline import Recorded, assert_fits, dumped, recorder
 
 

@@ -99,7 +99,7 @@ def joined(x: Tensor, h: Tensor, place: str) -> Tensor:
 def _join() -> Callable[[Tensor, Tensor], Tensor]:
     """How matrices on a GPU come side by side."""
     if is_installed("triton"):
-        from fastlinear.families.mlp.triton.join import join
+        from fastlinear.families.mlp.join import join
 
         return join
     return lambda a, b: torch.cat((a, b), -1)
