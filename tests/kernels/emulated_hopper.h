@@ -345,6 +345,9 @@ inline void wgmma_first(float (&acc)[kCount], u64 a, u64 b) {
   wgmma(acc, a, b);
 }
 
+template <int kCount>
+inline void settle(float (&)[kCount]) {}
+
 // ---------------------------------------------------------------- launches
 
 static void run_grid(int columns, int rows, int threads, void (*body)()) {

@@ -16,7 +16,7 @@ import fastlinear as fl
 from fastlinear.dispatch import cache
 from fastlinear.families import declared
 from fastlinear.fastpath import autograd_node, lookup
-from fastlinear.op import library, repeated
+from fastlinear.op import library, registered, repeated
 
 declared.load_all()
 K = 16
@@ -205,3 +205,13 @@ def test_compiled_results_may_be_changed_in_place() -> None:
     w = draw(7, K).requires_grad_()
     for _ in range(4):
         run(draw(2, 3, K), w).mul_(2)
+
+
+def test_results_begin_as_compiled_code_takes_them() -> None:
+    memory = torch.arange(40.0)
+    for begin, stride in ((0, 1), (4, 1), (1, 1), (4, 2)):
+        given = memory[begin:][: 8 * stride : stride]
+        found = registered._as_compiled(given)
+        assert torch.equal(found, given)
+        assert found.is_contiguous()
+        assert found.data_ptr() % 16 == 0

@@ -33,9 +33,11 @@ def _draw(draw: Random) -> Problem | None:
     }
 
 
-def _steps(p: Problem) -> tuple[Step, ...]:
+def _sharing(p: Problem) -> tuple[tuple[Step, ...], bool]:
+    """The steps, and whether dy is copied before, as TMA does not read it."""
     widths = list(map(int, p["widths"].split("-")))
-    return tuple(Step(n, k, True, k) for k, n in reversed(list(pairwise(widths))))
+    steps = tuple(Step(n, k, True, k) for k, n in reversed(list(pairwise(widths))))
+    return steps, widths[-1] % 8 != 0
 
 
 def _candidates(p: Problem) -> list[Tiles]:
@@ -57,12 +59,12 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
 
 KIND = Kind(
     draw=_draw,
-    chosen=lambda p: tasks.tiles_for(p["M"], _steps(p), False, _UNITS),
+    chosen=lambda p: tasks.tiles_for(p["M"], *_sharing(p), _UNITS),
     candidates=_candidates,
-    microseconds=lambda p, c: tasks.microseconds(p["M"], _steps(p), False, c, _UNITS),
+    microseconds=lambda p, c: tasks.microseconds(p["M"], *_sharing(p), c, _UNITS),
     inputs=_inputs,
     run=_run,
-    terms=lambda p, c: tasks.terms(p["M"], _steps(p), False, c, _UNITS),
+    terms=lambda p, c: tasks.terms(p["M"], *_sharing(p), c, _UNITS),
     config=lambda p, fields: Tiles(**fields),
     group=lambda p: "all",
     plans=tasks_backend._plans,

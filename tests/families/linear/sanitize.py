@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastlinear.core.compare import judge
 from fastlinear.families.linear import padded, reference
-from fastlinear.families.linear.cuda import columns, few_rows, gemm
+from fastlinear.families.linear.cuda import columns, few_rows, gemm, planes_backend
 from fastlinear.families.linear.cuda.few_rows_config import HalfConfig, SingleConfig
 from fastlinear.families.linear.cuda.gemm_config import Config
 from fastlinear.families.linear.triton import backend, backward
@@ -80,6 +80,10 @@ def _few(config: SingleConfig | HalfConfig) -> Callable[[Drawn], Results]:
     return lambda d: few_rows.forward(d.x, d.weight, d.bias, "gelu", False, config=config)[:1]
 
 
+def _planes_gradients(d: Drawn) -> Results:
+    return planes_backend.grad_input(d.dy, d.weight), planes_backend.grad_weight(d.dy, d.x)
+
+
 def _columns(d: Drawn) -> Results:
     db = torch.empty_like(d.bias)
     columns.ColumnSums(d.dy).run(d.dy, None, None, db)
@@ -110,6 +114,12 @@ def calls() -> list[Call]:
             for dtype, configs in few.items()
             for config in configs
         ],
+        Call(
+            *("planes", (150, 200, 136), F32),
+            lambda d: planes_backend.forward(d.x, d.weight, d.bias, "gelu", True),
+            _forward,
+        ),
+        Call("planes, gradients", (150, 200, 136), F32, _planes_gradients, _plain_gradients),
         Call("columns", (2050, 8, 264), BF16, _columns, lambda d: (d.dy.sum(0),)),
         *[
             Call("padded", (300, 77, 131), dtype, run, plain)

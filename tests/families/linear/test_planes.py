@@ -5,18 +5,21 @@ What cannot be seen on a CPU is whether the instructions do what ``emulated_hopp
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import fastlinear
-from fastlinear.core.compare import judge, relative_error
+from fastlinear.core.compare import judge
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.linear.cuda import planes_backend
-from fastlinear.families.linear.cuda.planes import STAGES, Config
+from fastlinear.families.linear.cuda.planes import KERNEL, STAGES, SUMS_KERNEL, Config
+from tests.kernels import emulation
 from tests.kernels.emulation import emulate
 
 _GPU = pytest.mark.skipif(
@@ -155,6 +158,57 @@ def test_an_empty_slice_is_refused() -> None:
         planes_backend.product(a, b, config=Config(slices=3))
 
 
+def test_a_plan_serves_its_kind_alone() -> None:
+    """The same sizes, other addresses, strides and activations, one after the other."""
+    weight = values(24, 36, seed=1)
+    memory = torch.cat([values(60, 72), values(1, 72, seed=4)]).flatten()
+    for offset, stride in ((0, 36), (1, 36), (0, 72), (2, 72), (0, 36)):
+        x = memory[offset : offset + 60 * stride].view(60, stride)[:, :36]
+        kept = float(x[3, 7])
+        for value in (kept, float("inf"), kept):
+            x[3, 7] = value
+            check(x, weight, values(60, 24, seed=2))
+    for activation in ("relu", "tanh", "none"):
+        ours, _ = planes_backend.forward(x, weight, None, activation, False)
+        given = x.double() @ weight.double().t()
+        exact = {"relu": torch.relu, "tanh": torch.tanh, "none": torch.clone}[activation]
+        near(ours, exact(x @ weight.t()), exact(given))
+
+
+def test_launches_of_two_threads_take_their_own_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that stops between a slice's product and the sums finds its tensors again."""
+    if not torch.empty(0).is_cpu:
+        pytest.skip("of emulated launches")
+    config, began, ended = Config(64, 4, slices=2), threading.Event(), threading.Event()
+    pairs = {name: (values(40, 200, seed=i), values(30, 200)) for i, name in enumerate("ab")}
+    planes = {name: planes_backend.split(pair, False) for name, pair in pairs.items()}
+    planes_backend.product(*planes["a"], config=config)
+    run, found = emulation.Launch.run, {}
+
+    def slowly(self: Any, stream: Any) -> None:
+        name = threading.current_thread().name
+        if (name, self._name) == ("a", SUMS_KERNEL):
+            began.set()
+            ended.wait(10)
+        run(self, stream)
+        if (name, self._name) == ("b", KERNEL):
+            ended.set()
+
+    def call(name: str) -> None:
+        if name == "b":
+            began.wait(10)
+        found[name] = planes_backend.product(*planes[name], config=config)[0]
+
+    monkeypatch.setattr(emulation.Launch, "run", slowly)
+    threads = [threading.Thread(target=call, args=(name,), name=name) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, (a, b) in pairs.items():
+        near(found[name], a @ b.t(), a.double() @ b.double().t())
+
+
 @pytest.mark.gpu
 @_GPU
 @pytest.mark.parametrize("place", ["cuda"], indirect=True)
@@ -213,15 +267,18 @@ def test_recorded_in_a_graph() -> None:
 @_GPU
 @pytest.mark.parametrize("place", ["cuda"], indirect=True)
 def test_public_calls_by_tapes() -> None:
-    """More steps than a recording takes, sizes where planes are predicted both ways."""
+    """More steps than a recording takes; the backward is by planes, too."""
     x, weight, bias = values(4096, 1024), values(2048, 1024, seed=1), values(2048, seed=2)
     dy = values(4096, 2048, seed=3)
-    own = [t.double().requires_grad_() for t in (x, weight, bias)]
-    torch.nn.functional.linear(*own).relu().backward(dy.double())
+
+    def own(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
+        y = torch.nn.functional.linear(*leaves)
+        return list(torch.autograd.grad(y, leaves, dy.to(dtype)))
+
+    theirs, oracle = own(torch.float32), own(torch.float64)
     for _ in range(15):
-        ours = [t.clone().requires_grad_() for t in (x, weight, bias)]
-        fastlinear.linear_act(*ours, activation="relu", backend="planes").backward(dy)
-        for found, oracle in zip(ours, own, strict=True):
-            assert found.grad is not None
-            assert oracle.grad is not None
-            assert relative_error(found.grad, oracle.grad) < 1e-6
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        y = fastlinear.linear_act(*leaves, backend="planes")
+        for trio in zip(torch.autograd.grad(y, leaves, dy), theirs, oracle, strict=True):
+            near(*trio)

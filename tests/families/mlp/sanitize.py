@@ -4,8 +4,8 @@
     compute-sanitizer --tool synccheck python tests/families/mlp/sanitize.py
     compute-sanitizer --tool racecheck python tests/families/mlp/sanitize.py ordered
 
-``ordered`` leaves whole_grid and whole_stream out: their blocks hand numbers on without barriers,
-which racecheck reports by design. Other words choose the calls whose names contain one of them.
+``ordered`` leaves whole_grid, whole_stream and tasks_cuda out: their blocks hand numbers on without
+barriers, which racecheck reports by design. Other words choose the calls whose names contain one.
 What racecheck reports, and why that is no race, says src/fastlinear/families/mlp/ORDERING.md.
 Exits 1 when a result is wrong.
 """
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from fastlinear.core.compare import judge
 from fastlinear.families.mlp import reference
-from fastlinear.families.mlp.cuda import backend
+from fastlinear.families.mlp.cuda import backend, tasks_backend
 from fastlinear.families.mlp.cuda.backend import Config, Grid, Launches, Stream
+from fastlinear.families.mlp.reference import Biases, Weights
 from fastlinear.families.mlp.triton import backend as whole_triton
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -56,6 +57,36 @@ def _whole(config: Config | Grid | Launches | Stream) -> Forward:
         return backend.forward(*call, config=config)  # type: ignore[arg-type]
 
     return forward
+
+
+def _tasks(x: Tensor, weights: Weights, biases: Biases, *names: str) -> Tensor:
+    """dx of dy = 1, by ``tasks_cuda``."""
+    saved = reference.forward(x, weights, biases, *names, True)[1]
+    every = (True,) * len(weights)
+    dy = torch.ones_like(saved[-1])
+    dx = tasks_backend.backward(dy, x, weights, saved, *names, (True, every, every))[0]
+    assert dx is not None
+    return dx
+
+
+def _wrong_tasks(rows: int, widths: tuple[int, ...]) -> int:
+    """The same of a backward in one launch."""
+    draw = torch.Generator("cuda").manual_seed(rows)
+    shapes = [(rows, widths[0]), *((n, k) for k, n in pairwise(widths))]
+    x, *ws = (torch.randn(*s, device="cuda", generator=draw).div(s[-1] ** 0.5) for s in shapes)
+
+    def plain(dtype: torch.dtype) -> Tensor:
+        given = tuple(w.to(BF16).to(dtype) for w in ws)
+        leaf = x.to(BF16).to(dtype).requires_grad_()
+        y = reference.mlp(leaf, given, (None,) * len(ws), "gelu", "none")
+        return torch.autograd.grad(y.sum(), leaf)[0]
+
+    given = tuple(w.to(BF16) for w in ws)
+    dx = _tasks(x.to(BF16), given, (None,) * len(ws), "gelu", "none")
+    torch.cuda.synchronize()
+    verdict = judge("tasks_cuda", dx, plain(BF16), plain(torch.float64), factor=4.0)
+    print("ok   " if verdict.passed else "WRONG", "tasks_cuda", BF16, rows, widths, flush=True)
+    return int(not verdict.passed)
 
 
 class Call(NamedTuple):
@@ -104,9 +135,10 @@ def main(words: list[str]) -> int:
         if not (ordered and call.name.startswith(("whole_grid", "whole_stream")))
         and (not words or any(word in call.name for word in words))
     ]
-    if not chosen:
+    tasks = not ordered and (not words or any(word in "tasks_cuda" for word in words))
+    if not chosen and not tasks:
         raise SystemExit(f"no call is named like {words}: {sorted({c.name for c in calls()})}")
-    return sum(_wrong(*call) for call in chosen)
+    return sum(_wrong(*call) for call in chosen) + (tasks and _wrong_tasks(150, (64, 130, 40)))
 
 
 if __name__ == "__main__":

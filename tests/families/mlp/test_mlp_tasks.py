@@ -136,6 +136,33 @@ def test_one_row_and_one_feature() -> None:
     Chain(1, (5, 1, 3), ("gelu", "none")).check()
 
 
+def test_a_plan_serves_its_kind_alone() -> None:
+    """The same sizes, other dtypes, activations and strides, one after the other."""
+    for names in (("relu", "none"), ("gelu", "none"), ("relu", "tanh")):
+        for dtype in (BF16, FP16):
+            Chain(70, (32, 48, 16), names, dtype).check()
+    chain = Chain(70, (32, 48, 16), ("relu", "none"))
+    chain.x = chain.x.repeat(1, 2)[:, 32:]
+    chain.check()
+    chain.dy = chain.dy.repeat(1, 3)[:, 16:32]
+    chain.check()
+
+
+@pytest.mark.gpu
+@_GPU
+@pytest.mark.parametrize("place", ["cuda"], indirect=True)
+def test_recorded_in_a_graph() -> None:
+    chain = Chain(1000, (63, 256, 100, 4), ("gelu", "none"))
+    chain.results()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain.results()
+    chain.dy.copy_(chain.dy.flip(0))
+    graph.replay()
+    for ours, own in zip(found, chain.results(), strict=True):
+        assert ours is None or torch.equal(ours, own)
+
+
 @pytest.mark.gpu
 @_GPU
 @pytest.mark.parametrize("place", ["cuda"], indirect=True)

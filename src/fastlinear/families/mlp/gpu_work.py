@@ -89,7 +89,7 @@ def _rows(p: Problem) -> tuple[Work, ...] | None:
         _moved(f"{name} read", p, m, steps[0], aligned=_reads_aligned_x(p)),
         _moved(f"{name} written", p, m, steps[-1]),
     ]
-    made += _copies(p, name)
+    made += _copies(p)
     if p.option("x") == "strided":
         turned = 2 * m * widths[0]
         made.append(Work(f"{name} turned x", bytes_us(p, turned), {"numbers": turned}))
@@ -101,29 +101,33 @@ def _rows(p: Problem) -> tuple[Work, ...] | None:
     return tuple(w for w in made if w.units)
 
 
-def _copies(p: Problem, name: str) -> list[Work]:
-    """Weights whose rows do not begin on 16 bytes, in rows that do."""
-    copied = sum(k * n for k, n in pairwise(widths_of(p)) if k % 8)
-    if not copied:
-        return []
-    return [
-        call(f"{name} copy"),
-        Work(f"{name} copies", bytes_us(p, 2 * copied), {"numbers": copied}),
-    ]
+def _copies(p: Problem) -> list[Work]:
+    """What does not begin on 16 bytes, in rows that do: weights, and what layers read for the
+    gradients of their weights."""
+    widths, m = widths_of(p), p.dim("M")
+    copied = sum(k * n for k, n in pairwise(widths) if k % 8)
+    made = []
+    if copied:
+        numbers = {"numbers": copied}
+        made += [call(f"{NAME} copy"), Work(f"{NAME} copies", bytes_us(p, 2 * copied), numbers)]
+    entering = widths[p.option("x") == "pitched" : -1]
+    if p.piece == "backward" and (read := m * sum(n for n in entering if n % 8)):
+        made.append(Work(f"{NAME} rows copied", bytes_us(p, 2 * read), {"numbers": read}))
+    return made
 
 
 def _tasks(p: Problem) -> tuple[Work, ...] | None:
     """The launches of ``tasks_cuda``."""
     m, widths, name = p.dim("M"), widths_of(p), f"{NAME} tasks_cuda"
     steps = tuple(tasks.Step(n, k, True, k) for k, n in reversed(list(pairwise(widths))))
-    graded = activation_of(p.option("final")).saved != "none"
+    graded = activation_of(p.option("final")).saved != "none" or widths[-1] % 8 != 0
     tiles = tasks.tiles_for(m, steps, graded, units())
     us = tasks.microseconds(m, steps, graded, tiles, units()) - tasks.START_US
     moved = m * (5 * sum(widths) - 3 * widths[0])
     sizes = {"m": m, "numbers": moved, "kn": sum(k * n for k, n in pairwise(widths))}
     flags = (f"tile:{tiles.bm}x{tiles.bn}", *flags_of(p, "w"))
     done = Work(f"{name} tasks", (us**2 + bytes_us(p, moved) ** 2) ** 0.5, sizes, flags)
-    return call(name, 2), done, *_copies(p, name)
+    return call(name, 2), done, *_copies(p)
 
 
 def _programs(p: Problem) -> tuple[Work, ...]:

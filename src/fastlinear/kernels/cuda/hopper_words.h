@@ -43,3 +43,10 @@ __device__ __forceinline__ void let_next_start() {
 __device__ __forceinline__ void wait_for_previous() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
+
+// Accumulators are not read ahead of the wait that stands before.
+template <int kCount>
+__device__ __forceinline__ void settle(float (&acc)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}

@@ -238,13 +238,6 @@ __device__ __forceinline__ u32 block_id() {
   return block;
 }
 
-// Accumulators are not read ahead of the wait that stands before.
-template <int kCount>
-__device__ __forceinline__ void settle(float (&acc)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(acc[i])::"memory");
-}
-
 // acc (64, 64) += A (64, 16) B (64, 16)^T; kFirst: acc = A B^T. A is in registers as mma.sync has it.
 // With CHANNELS B's 64 rows are the contiguous dimension.
 #define OLD(i) "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3])

@@ -31,6 +31,7 @@ BY_COLUMNS = {"forward": (False, False), "grad_input": (False, True), "grad_weig
 _MOST_SLICES = 64
 _MOST = 1 << 30  # of each size: coordinates of tiles are 32-bit
 _MOST_NUMBERS = 1 << 29
+_MOST_DEPTH = 1 << 23
 _HERE = Path(__file__)
 
 
@@ -46,6 +47,8 @@ def reason_not(p: Problem) -> str | None:
     if max(sizes) >= _MOST:
         return "sizes must stay below 2^30"
     m, k, n = sizes
+    if {"forward": k, "grad_input": n, "grad_weight": m}[p.piece] > _MOST_DEPTH:
+        return "sums over 2^23 numbers at most: exponents of all are added up"
     if max(m * k, n * k, m * n) > _MOST_NUMBERS:
         return "x, weight and y may have 2^29 elements each: planes are copies"
     return None

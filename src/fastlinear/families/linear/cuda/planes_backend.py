@@ -30,6 +30,7 @@ from fastlinear.families.linear.cuda.planes import (
     split_source,
 )
 from fastlinear.kernels.cuda import compiled
+from fastlinear.kernels.cuda.compiled import current
 from fastlinear.kernels.cuda.hopper import BK
 from fastlinear.kernels.cuda.prepared import MAP_BYTES, Block, Plans, Prepared
 from fastlinear.native import cuda_driver as driver
@@ -78,8 +79,12 @@ def split(matrices: Sequence[Tensor], by_columns: bool) -> list[Planes]:
     facts = [(t.shape, t.stride(0), t.data_ptr() % 16) for t in matrices]
     device = matrices[0].device.index
     key = by_columns, device, *facts
-    plan = _split_plans.of(key, lambda: _SplitPlan(given, by_columns, device))
-    plan.run(given)
+
+    def plan() -> _SplitPlan:
+        with current(device):
+            return _SplitPlan(given, by_columns, device)
+
+    _split_plans.of(key, plan).run(given)
     return made
 
 
@@ -143,8 +148,29 @@ class _ProductPlan:
         config: Config,
         device: int,
     ) -> None:
-        (m, k), n = _sides(a), _sides(b)[0]
+        self._sizes = *_sides(a), _sides(b)[0]
+        m, _, n = self._sizes
         text = source(config, activation, biased, save_pre, a.by_columns, b.by_columns)
+        block = self._block(a, b, config, device)
+        kernel = compiled.kernel(text, KERNEL, config.shared_bytes, device)
+        launch = driver.Launch(kernel, THREADS, config.cluster, [block.argument])  # type: ignore[list-item]
+        tiles = -(-m // (128 * config.cluster)) * -(-n // config.bn)
+        blocks = min(tiles * config.slices, launch.max_clusters())
+        launch.set_grid(blocks * config.cluster)
+        launch.begin_early()
+        self._runs = [Prepared(launch, device, block.places, block.masks)]
+        if config.slices > 1:
+            block = self._block(a, b, config, device)  # each launch has memory of its own
+            sums = driver.Launch(
+                *(compiled.kernel(text, SUMS_KERNEL, 0, device), _SUMS_THREADS, 1),
+                [block.argument],  # type: ignore[list-item]
+            )
+            sums.set_grid(-(-m * n // _SUMS_THREADS))
+            sums.begin_early()
+            self._runs.append(Prepared(sums, device, block.places, block.masks))
+
+    def _block(self, a: Planes, b: Planes, config: Config, device: int) -> Block:
+        m, k, n = self._sizes
         block = Block(-(-_PRODUCT_BYTES // 64) * 64)
         for i, (planes, box) in enumerate(((a, 128), (b, config.bn))):
             rows = BK if planes.by_columns else box
@@ -165,20 +191,7 @@ class _ProductPlan:
         tiles_m, tiles_n = -(-m // (128 * config.cluster)), -(-n // config.bn)
         slices, each = config.slices, slice_tiles(k, config.slices)
         block.numbers(_MAPS + 96, "7i", m, n, k, slices, each, tiles_m, tiles_n)
-        kernel = compiled.kernel(text, KERNEL, config.shared_bytes, device)
-        launch = driver.Launch(kernel, THREADS, config.cluster, [block.argument])  # type: ignore[list-item]
-        blocks = min(tiles_m * tiles_n * slices, launch.max_clusters())
-        launch.set_grid(blocks * config.cluster)
-        launch.begin_early()
-        self._runs = [Prepared(launch, device, block.places, block.masks)]
-        if slices > 1:
-            sums = driver.Launch(
-                *(compiled.kernel(text, SUMS_KERNEL, 0, device), _SUMS_THREADS, 1),
-                [block.argument],  # type: ignore[list-item]
-            )
-            sums.set_grid(-(-m * n // _SUMS_THREADS))
-            sums.begin_early()
-            self._runs.append(Prepared(sums, device, block.places, block.masks))
+        return block
 
     def run(self, *given: Tensor | None) -> None:
         """All launches."""
@@ -231,11 +244,12 @@ def product(
     parts = a.numbers.new_empty(config.slices, m, n) if config.slices > 1 else None
     facts = [(p.numbers.shape, p.numbers.stride(), p.by_columns) for p in (a, b)]
     key = (*facts, bias is None, activation, save_pre, config, device)
-    plan = _product_plans.of(
-        key,
-        lambda: _ProductPlan(a, b, bias is not None, activation, save_pre, config, device),
-    )
-    plan.run(*a[:4], *b[:4], bias, y, pre, parts)
+
+    def plan() -> _ProductPlan:
+        with current(device):
+            return _ProductPlan(a, b, bias is not None, activation, save_pre, config, device)
+
+    _product_plans.of(key, plan).run(*a[:4], *b[:4], bias, y, pre, parts)
     return y, pre
 
 

@@ -50,7 +50,7 @@ def all_aligned(weights: Weights) -> list[Tensor]:
     key = tuple([(*t.shape, *t.stride()) for t in given]), device.index
 
     def plan() -> CopiesPlan:
-        with torch.cuda.device(-1 if device.index is None else device.index):
+        with compiled.current(device.index):
             return CopiesPlan(
                 compiled.kernel(copies_source(), COPIES_KERNEL, 0, device.index), given
             )

@@ -16,7 +16,7 @@ constexpr int TILE = 64, THREADS = 256, EACH = TILE * TILE / THREADS;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 whole_mlp_row_copies(const __grid_constant__ Params p) {
-  __shared__ unsigned short numbers[TILE][TILE + 2];
+  __shared__ __align__(4) unsigned short numbers[TILE][TILE + 2];
   const int i = blockIdx.y, n = p.n[i], k = p.k[i];
   const int across = (k + TILE - 1) / TILE, tiles = across * ((n + TILE - 1) / TILE);
   const bool along = p.column[i] == 1;  // neighbours in a row are read by neighbouring threads

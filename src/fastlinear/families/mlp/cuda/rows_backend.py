@@ -188,7 +188,7 @@ def _launch(
     key = widths, pitches, rows, into.dtype, index, names, backward, lies, absent, config
 
     def plan() -> RowsPlan:
-        with torch.cuda.device(-1 if index is None else index):
+        with compiled.current(index):
             return made()
 
     def made() -> RowsPlan:
@@ -236,7 +236,7 @@ def _grads(
     key = tuple(shapes), rows, first.dtype, device.index, tuple(lies)
 
     def plan() -> GradsPlan:
-        with torch.cuda.device(-1 if device.index is None else device.index):
+        with compiled.current(device.index):
             return made()
 
     def made() -> GradsPlan:

@@ -228,6 +228,8 @@ struct Consumer {
       advance();
     }
     wgmma_wait<0>();
+    settle(acc);
+    if constexpr (!kDown) settle(sums);
     release(previous);
   }
 

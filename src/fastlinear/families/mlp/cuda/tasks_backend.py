@@ -128,7 +128,12 @@ def _launch(
     tiles = config or tiles_for(rows, steps, graded, device_facts(device).units)
     lies = tuple([None if t is None else t.stride(0) for t in given])
     key = steps, names, rows, dy.dtype, device.index, tiles, lies
-    plan = _plans.of(key, lambda: _Plan(given, steps, names, rows, tiles))
+
+    def made() -> _Plan:
+        with compiled.current(device.index):
+            return _Plan(given, steps, names, rows, tiles)
+
+    plan = _plans.of(key, made)
     found = plan.order
     counters = dy.new_empty(plan.counters, dtype=torch.int32)
     parts = None
