@@ -139,7 +139,7 @@ def split_source(lanes: int) -> str:
 
 STAGES = {64: 4, 128: 3, 192: 2}
 """Of each width of tiles, as many as shared memory holds."""
-# Microseconds of each of ``terms``, fitted to 4,261 launches of 486 drawn products on an H200
+# Microseconds of each of ``terms``, fitted to 4,261 launches of drawn products on an H200
 # (``results/nvidia-h200/planes.jsonl.gz``).
 _US = (0.7404, 3.079, 1.086, 4.971, 1.491, 6.706, 0.4668, 2.973, 1.446)
 START_US = _US[6]

@@ -29,7 +29,7 @@ _WGMMA = 4.0
 _CLOCKS_PER_US = 1755.0
 _L2_BYTES = 28.0  # a clock and multiprocessor
 _BYTES_PER_US = 4e6
-# Of each of ``terms``: fitted to 2,409 launches of 482 drawn problems on an H200
+# Of each of ``terms``: fitted to 2,409 launches of drawn chains on an H200
 # (``results/nvidia-h200/mlp-tasks.jsonl.gz``).
 _US = (0.2496, 0.318, 0.6918, 0.8624, 0.402, 4.03, 0.3431, 1.795, 1.892, 1.943, 1.965, 1.759)
 START_US = _US[-1]
