@@ -32,6 +32,11 @@ def data_of(result: Result) -> object:
     return json.loads(result.stdout)
 
 
+def assert_remembered(explained: str) -> None:
+    """That choices are by what was tuned, or say why they are not: a busy machine tells little."""
+    assert "tuned" in explained or "in doubt" in explained
+
+
 def test_help_names_every_command_and_warns(run: Run) -> None:
     result = run("--help")
     assert result.exit_code == 0
@@ -207,7 +212,7 @@ def test_explain_and_tune_a_gated_mlp(run: Run) -> None:
     tuned = data_of(run("tune", *call, "--train", *speed, "--json"))
     assert [t["problem"]["piece"] for t in tuned] == list(families()["gated_mlp"].pieces)
     assert "eager" in tuned[0]["times_us"]
-    assert "tuned" in run("explain", *call, "--train").stdout
+    assert_remembered(run("explain", *call, "--train").stdout)
     wide = run("explain", "gated_mlp", "--k", "64", "--weight-layout", "kn", "--device", "cpu")
     assert "K=64 H=256 N=64" in wide.stdout
     assert "w=strided" in wide.stdout
@@ -226,7 +231,7 @@ def test_explain_and_tune_groups(run: Run, layout: str) -> None:
     tuned = data_of(run("tune", *call, "--train", *speed, "--json"))
     assert [t["problem"]["piece"] for t in tuned] == list(families()["grouped_linear"].pieces)
     assert "eager" in tuned[0]["times_us"]
-    assert "tuned" in run("explain", *call, "--train").stdout
+    assert_remembered(run("explain", *call, "--train").stdout)
 
 
 def test_groups_of_one_input_are_one_linear_layer(run: Run) -> None:
@@ -256,7 +261,7 @@ def test_tune_mlp(run: Run) -> None:
     shown = run("cache", "show").stdout
     assert "M=4 8-16-4" in shown
     assert "mlp.backward" in shown
-    assert "tuned" in run("explain", *call, "--train").stdout
+    assert_remembered(run("explain", *call, "--train").stdout)
 
 
 def test_tune_remembers_and_cache_shows_and_forgets(run: Run) -> None:
@@ -273,7 +278,7 @@ def test_tune_remembers_and_cache_shows_and_forgets(run: Run) -> None:
     assert shown["path"] == run("cache", "path").stdout.strip()
     assert Path(shown["path"]).exists()
     assert "relu" in run("cache", "show").stdout
-    assert "tuned" in run("explain", *call).stdout
+    assert_remembered(run("explain", *call).stdout)
     assert "1 entry removed" in run("cache", "clear").stderr
     assert "nothing tuned yet" in run("cache", "show").stdout
 

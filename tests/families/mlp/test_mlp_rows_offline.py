@@ -94,7 +94,7 @@ def test_its_work_can_be_priced(widths: tuple[int, ...], activation: str) -> Non
 
 
 def test_rows_that_begin_on_16_bytes_are_priced_as_such() -> None:
-    """Whatever is in one. Weights, and the gradient of x, lie as they do."""
+    """Whatever is in one. The gradient of the first weight reads it without a copy, too."""
     options = {"dtype": "bfloat16", "device": "cuda", "needs_grad": True}
     widths, wide = (79, 128, 128, 4), torch.empty(4096, 80, dtype=BF16)
     told = [x_layout_of(t) for t in (wide[:, :79], wide[:, :72], wide, torch.empty(9, 79))]
@@ -108,7 +108,10 @@ def test_rows_that_begin_on_16_bytes_are_priced_as_such() -> None:
             of_x = [w for w in works if w.kind.endswith(kind) and (w.sizes or {})["n"] == 79]
             assert {v for w in of_x for v in w.variants} == expected
     back = [gpu_work.work(p.with_piece("backward"), "rows_cuda") for p in (pitched, dense)]
-    assert back[0] == back[1]
+    assert back[0] is not None
+    assert back[1] is not None
+    assert all(w in back[1] for w in back[0])
+    assert [w.kind for w in back[1] if w not in back[0]] == ["mlp rows copied"]
 
 
 @pytest.mark.parametrize("backward", [False, True])
