@@ -30,7 +30,6 @@ from fastlinear.families.linear.cuda.planes import (
     split_source,
 )
 from fastlinear.kernels.cuda import compiled
-from fastlinear.kernels.cuda.compiled import current
 from fastlinear.kernels.cuda.hopper import BK
 from fastlinear.kernels.cuda.prepared import MAP_BYTES, Block, Plans, Prepared
 from fastlinear.native import cuda_driver as driver
@@ -81,7 +80,7 @@ def split(matrices: Sequence[Tensor], by_columns: bool) -> list[Planes]:
     key = by_columns, device, *facts
 
     def plan() -> _SplitPlan:
-        with current(device):
+        with compiled.current(device):
             return _SplitPlan(given, by_columns, device)
 
     _split_plans.of(key, plan).run(given)
@@ -246,7 +245,7 @@ def product(
     key = (*facts, bias is None, activation, save_pre, config, device)
 
     def plan() -> _ProductPlan:
-        with current(device):
+        with compiled.current(device):
             return _ProductPlan(a, b, bias is not None, activation, save_pre, config, device)
 
     _product_plans.of(key, plan).run(*a[:4], *b[:4], bias, y, pre, parts)
