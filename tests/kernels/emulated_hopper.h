@@ -198,6 +198,7 @@ inline T load(u32 at) {
 }
 inline unsigned short load_shared16(u32 at) { return load<unsigned short>(at); }
 inline u32 load_shared32(u32 at) { return load<u32>(at); }
+inline float2 load_shared64(u32 at) { return load<float2>(at); }
 inline uint4 load_shared128(u32 at) { return load<uint4>(at); }
 inline void store_shared16(u32 at, unsigned short v) { ++block.version, memcpy(block.memory + at, &v, 2); }
 inline void store_shared32(u32 at, u32 v) { ++block.version, memcpy(block.memory + at, &v, 4); }
@@ -286,6 +287,18 @@ inline void tma_load(u32 dst, const TensorMap* map, u32 bar, int x, int y) {
   }
   Mbarrier& barrier = block.barriers.at(bar);
   barrier.bytes -= extent.box_rows * 128;
+  settle(barrier);
+}
+
+inline void bulk_load(u32 dst, const void* from, u32 bar, u32 bytes) {
+  if ((dst | reinterpret_cast<u64>(from) | bytes) % 16 || !bytes) {
+    fprintf(stderr, "%u bytes from %p to %u\n", bytes, from, dst);
+    abort();
+  }
+  ++block.version;
+  memcpy(block.memory + dst, from, bytes);
+  Mbarrier& barrier = block.barriers.at(bar);
+  barrier.bytes -= bytes;
   settle(barrier);
 }
 

@@ -60,8 +60,8 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
         numbers = normal(place, torch.float32, *shape)
         pitch = -(-shape[1] // 8) * 8
         high, low = (normal(place, torch.float16, shape[0], pitch) for _ in range(2))
-        exponents = torch.zeros(size + size % 2, dtype=torch.int16, device=place)
-        planes = high[:, : shape[1]], low[:, : shape[1]], exponents
+        scales = torch.ones(-(-k // 64), -(-size // 64) * 64, device=place)
+        planes = high[:, : shape[1]], low[:, : shape[1]], scales
         return planes_backend.Planes(*planes, numbers, not by_rows)
 
     ways = of_rows[p["piece"]]

@@ -141,16 +141,15 @@ def _planes(p: Problem, m: int, k: int, n: int) -> tuple[Work, ...]:
     """Both operands split into planes, by rows or by columns, and their product."""
     name, turned = f"{NAME} planes", planes.BY_COLUMNS[p.piece]
     splits = [
-        Work(f"{name} split{' by columns' * by}", bytes_us(p, (2 + by) * size), {"numbers": size})
+        Work(f"{name} split{' by columns' * by}", bytes_us(p, 2 * size), {"numbers": size})
         for size, by in zip((m * k, k * n), turned, strict=True)
     ]
-    launches = sum(2 if by else 1 for by in set(turned))
     config = planes.config_for(m, n, k, units())
     us = config.microseconds(m, n, k, units()) - planes.START_US
     sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
     sliced = ("sliced",) if config.slices > 1 else ()
     product = Work(f"{name} product", us, sizes, (f"tile:{config.bn}", *sliced))
-    return call(name, launches + 1 + len(sliced)), *splits, product
+    return call(name, 2 + len(sliced)), *splits, product
 
 
 def _triton(kind: str, p: Problem, sizes: tuple[int, int, int], layout: str) -> tuple[Work, ...]:

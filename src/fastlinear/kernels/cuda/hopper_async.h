@@ -49,6 +49,15 @@ __device__ __forceinline__ void tma_load(u32 dst, const TensorMap* map, u32 bar,
   }
 }
 
+// Bytes as they lie in memory: a multiple of 16, from and to multiples of 16.
+__device__ __forceinline__ void bulk_load(u32 dst, const void* from, u32 bar, u32 bytes) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          dst),
+      "l"(from), "r"(bytes), "r"(bar)
+      : "memory");
+}
+
 // kStream: the data is not read again soon, let L2 drop it first.
 template <bool kStream>
 __device__ __forceinline__ void tma_store(const TensorMap* map, u32 src, int x, int y) {
@@ -81,6 +90,12 @@ __device__ __forceinline__ unsigned short load_shared16(u32 at) {
 __device__ __forceinline__ u32 load_shared32(u32 at) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+  return v;
+}
+
+__device__ __forceinline__ float2 load_shared64(u32 at) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at));
   return v;
 }
 

@@ -2,17 +2,18 @@
 //
 //   C[m, n] = sum_k A[m, k] * B[n, k];   pre = C + bias;   Y = act(pre)
 //
-// Both operands come as two planes of float16 (planes_split.cu): A = 2^e_m (h + l / 2^11), B alike.
+// Both operands come as two planes of float16 (planes_split.cu): A = s_m (h + l / 2^11), B alike, with
+// a scale s for each BK numbers of a row (a column) along K.
 //
-//   C = 2^(e_m + e_n) (sum h h + (sum h l + sum l h) / 2^11);  l l is below what float32 keeps.
+//   C = sum of s_m s_n (sum h h + (sum h l + sum l h) / 2^11);  l l is below what float32 keeps.
 //
-// Tensor cores truncate while they add, so sums over BK numbers are promoted: added up in registers, in
-// float32. A block is a producer warpgroup and two consumers, of which each has half a tile's rows.
-// They issue products by turns (TURNS), so that one promotes while the other multiplies.
+// Tensor cores truncate while they add, so sums over BK numbers are promoted: scaled and added up in
+// registers, in float32. A block is a producer warpgroup and two consumers, of which each has half a
+// tile's rows. They issue products by turns (TURNS), so that one promotes while the other multiplies.
 // CLUSTER blocks along M share one B tile: each loads 1/CLUSTER of it and multicasts it.
 //
-// Lines that have no planes (UNSPLIT in place of e): a warp whose rows or columns have one multiplies
-// and adds the numbers themselves.
+// Where a row or column has no planes over BK numbers (its scale is below 0), a warp multiplies and adds
+// these numbers themselves.
 //
 // Slices share K out: their sums go to `parts`, and planes_sums adds them in order and finishes them.
 // Every sum is added in one order: results are deterministic.
@@ -25,24 +26,25 @@
 
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2;  // of a plane
 constexpr int STAGE_BYTES = 2 * (A_BYTES + B_BYTES);
-constexpr int BAR_OFFSET = STAGES * STAGE_BYTES;
+constexpr int SCALES_OFFSET = STAGES * STAGE_BYTES, SCALES_BYTES = (BM + BN) * 4;
+constexpr int BAR_OFFSET = SCALES_OFFSET + 2 * STAGES * SCALES_BYTES;
 constexpr int B_PART = (B_MN ? BK : BN) / CLUSTER;  // rows this block loads of B, or of its K
-constexpr int UNSPLIT = 0x7fff;
 constexpr u64 A_K_STEP = (A_MN ? 16 * 128 : 32) >> 4;
 constexpr u64 B_K_STEP = (B_MN ? 16 * 128 : 32) >> 4;
 
 static_assert(BM == 128 && BN % 64 == 0 && B_PART % 8 == 0, "BM, BN");
 
 struct Params {
-  TensorMap a[2], b[2];                    // planes, high first
-  const short *a_exponents, *b_exponents;  // (M), (N)
-  const float *a_plain, *b_plain;          // the numbers themselves
-  const float* bias;                       // (N) or null
-  float *y, *pre;                          // (M, N) dense
-  float* parts;                            // (slices, M, N), where there are several
-  long long a_strides[2], b_strides[2];    // of the numbers: along M (N), along K
-  int M, N, K, slices, slice_tiles;        // slice_tiles: k-tiles of a slice
-  int tiles_m, tiles_n;                    // of CLUSTER * BM rows, of BN columns
+  TensorMap a[2], b[2];                  // planes, high first
+  const float *a_scales, *b_scales;      // (k-tiles, a_lines), (k-tiles, b_lines)
+  const float *a_plain, *b_plain;        // the numbers themselves
+  const float* bias;                     // (N) or null
+  float *y, *pre;                        // (M, N) dense
+  float* parts;                          // (slices, M, N), where there are several
+  long long a_strides[2], b_strides[2];  // of the numbers: along M (N), along K
+  int M, N, K, slices, slice_tiles;      // slice_tiles: k-tiles of a slice
+  int tiles_m, tiles_n;                  // of CLUSTER * BM rows, of BN columns
+  int a_lines, b_lines;                  // M, N and more, a multiple of 4
 };
 
 struct Tile { int m, n, slice; };
@@ -85,26 +87,59 @@ __device__ __forceinline__ void load_b(const TensorMap* map, u32 to, u32 bar, in
   }
 }
 
-__device__ __forceinline__ void produce(const Params& p, u32 base, u32 rank, int first, int step,
-                                        int tiles) {
+// Where the scales of a stage lie. There are two of each stage's, which it takes in turn: those of a step
+// may be read until the next step's stage is released.
+__device__ __forceinline__ u32 scales_at(u32 base, int stage, u32 odd) {
+  return base + SCALES_OFFSET + (odd * STAGES + stage) * SCALES_BYTES;
+}
+
+// A stage is filled by two threads: load(stage, whether its turn is odd, its barrier, tile, k-tile).
+template <class Load>
+__device__ __forceinline__ void fill(const Params& p, u32 base, int first, int step, int tiles,
+                                     const Load& load) {
   int stage = 0;
-  u32 phase = 1;  // a fresh barrier counts as "previous phase done"
+  u32 odd = 0;
   for (int t = first; t < tiles; t += step) {
     const Tile tile = tile_at(p, t);
-    const int row = (tile.m * CLUSTER + rank) * BM, column = tile.n * BN;
-    const int begin = tile.slice * p.slice_tiles, count = k_tiles_of(p, tile.slice);
-    for (int kt = begin; kt < begin + count; ++kt) {
-      const u32 full = base + BAR_OFFSET + stage * 8, to = base + stage * STAGE_BYTES;
-      mbar_wait(full + STAGES * 8, phase);
-      mbar_expect(full, STAGE_BYTES);
-#pragma unroll
-      for (int plane = 0; plane < 2; ++plane) {
-        load_a(&p.a[plane], to + plane * A_BYTES, full, row, kt * BK);
-        load_b(&p.b[plane], to + 2 * A_BYTES + plane * B_BYTES, full, column, kt * BK, rank);
-      }
-      if (++stage == STAGES) { stage = 0; phase ^= 1; }
+    const int begin = tile.slice * p.slice_tiles, end = begin + k_tiles_of(p, tile.slice);
+#pragma unroll 1
+    for (int kt = begin; kt < end; ++kt) {
+      const u32 full = base + BAR_OFFSET + stage * 8;
+      mbar_wait(full + STAGES * 8, odd ^ 1);  // a fresh barrier counts as "previous phase done"
+      load(stage, odd, full, tile, kt);
+      if (++stage == STAGES) { stage = 0; odd ^= 1; }
     }
   }
+}
+
+__device__ __forceinline__ int row_of(Tile tile, u32 rank) { return (tile.m * CLUSTER + rank) * BM; }
+
+__device__ __forceinline__ void fill_planes(const Params& p, u32 base, u32 rank, int first, int step,
+                                            int tiles) {
+  fill(p, base, first, step, tiles, [&](int stage, u32, u32 full, Tile tile, int kt) {
+    const u32 to = base + stage * STAGE_BYTES;
+    mbar_expect(full, STAGE_BYTES);
+#pragma unroll
+    for (int plane = 0; plane < 2; ++plane) {
+      load_a(&p.a[plane], to + plane * A_BYTES, full, row_of(tile, rank), kt * BK);
+      load_b(&p.b[plane], to + 2 * A_BYTES + plane * B_BYTES, full, tile.n * BN, kt * BK, rank);
+    }
+  });
+}
+
+// Those of lines that exist; the last blocks of a cluster may have no rows.
+__device__ __forceinline__ void fill_scales(const Params& p, u32 base, u32 rank, int first, int step,
+                                            int tiles) {
+  fill(p, base, first, step, tiles, [&](int stage, u32 odd, u32 full, Tile tile, int kt) {
+    const u32 to = scales_at(base, stage, odd);
+    const int row = row_of(tile, rank), column = tile.n * BN;
+    const int rows = max(min(BM, p.a_lines - row), 0), columns = min(BN, p.b_lines - column);
+    mbar_expect(full, 4 * (rows + columns));
+    if (CLUSTER == 1 || rows)
+      bulk_load(to, p.a_scales + static_cast<long long>(kt) * p.a_lines + row, full, 4 * rows);
+    bulk_load(to + 4 * BM, p.b_scales + static_cast<long long>(kt) * p.b_lines + column, full,
+              4 * columns);
+  });
 }
 
 // ---------------------------------------------------------------- products
@@ -127,24 +162,35 @@ __device__ __forceinline__ void multiply(float (&acc)[BN / 2], u64 a, u64 b) {
   }
 }
 
-template <bool kFirst>
-__device__ __forceinline__ void promote_low(float (&sum)[BN / 2], const float (&acc)[BN / 2]) {
+__device__ __forceinline__ float load_scale(u32 at) { return __uint_as_float(load_shared32(at)); }
+
+// acc = s_m acc
+__device__ __forceinline__ void scale(float (&acc)[BN / 2], float upper, float lower) {
 #pragma unroll
-  for (int i = 0; i < BN / 2; ++i)
-    sum[i] = kFirst ? acc[i] * (1.0f / 2048.0f) : fmaf(acc[i], 1.0f / 2048.0f, sum[i]);
+  for (int i = 0; i < BN / 2; ++i) acc[i] *= i & 2 ? lower : upper;
 }
 
-__device__ __forceinline__ void promote(float (&sum)[BN / 2], const float (&acc)[BN / 2]) {
+// sum += s_n acc
+__device__ __forceinline__ void promote(float (&sum)[BN / 2], const float (&acc)[BN / 2], u32 columns) {
 #pragma unroll
-  for (int i = 0; i < BN / 2; ++i) sum[i] += acc[i];
+  for (int i = 0; i < BN / 2; i += 4) {
+    const float2 s = load_shared64(columns + 8 * i);
+    sum[i] = fmaf(acc[i], s.x, sum[i]);
+    sum[i + 1] = fmaf(acc[i + 1], s.y, sum[i + 1]);
+    sum[i + 2] = fmaf(acc[i + 2], s.x, sum[i + 2]);
+    sum[i + 3] = fmaf(acc[i + 3], s.y, sum[i + 3]);
+  }
 }
 
 struct Pipe {
   u32 base;
-  int consumer, stage;
+  int consumer, warp, stage;
   u32 phase;
 
+  __device__ __forceinline__ u32 scales() const { return scales_at(base, stage, phase); }
+
   __device__ __forceinline__ void release() const {
+    __syncwarp();  // its lanes have read the scales of the step before
     const u32 empty = base + BAR_OFFSET + (STAGES + stage) * 8, lane = lane_id();
     if (CLUSTER > 1) {
       if (lane < CLUSTER) mbar_arrive_cta(empty, lane);
@@ -153,15 +199,35 @@ struct Pipe {
     }
   }
 
-  // sum += the products of one k-tile. Where registers hold both, the products of high planes are under
-  // way while the others are promoted.
-  template <bool kFirst>
-  __device__ __forceinline__ void step(float (&sum)[BN / 2]) {
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+  }
+
+  // Scales of a thread's two rows; whether one of the warp's rows or columns may have no planes. Behind
+  // the last row and column lies anything.
+  __device__ __forceinline__ bool read_scales(float& upper, float& lower) const {
+    const u32 lane = lane_id(), rows = scales() + 4 * (consumer * (BM / 2) + warp * 16 + (lane >> 2));
+    upper = load_scale(rows);
+    lower = load_scale(rows + 32);
+    bool found = upper < 0.0f || lower < 0.0f;
+#pragma unroll
+    for (int i = 0; i < BN / 64; ++i) {
+      const float2 s = load_shared64(scales() + 4 * BM + 256 * i + 8 * lane);
+      found |= s.x < 0.0f || s.y < 0.0f;
+    }
+    return __any_sync(0xffffffffu, found);
+  }
+
+  // sum += the products of a k-tile's planes; what read_scales says. Where registers hold both, the
+  // products of high planes are under way while the others are scaled; else they are added to these.
+  __device__ __forceinline__ bool step(float (&sum)[BN / 2]) {
     constexpr bool kBoth = BN <= 128;
+    constexpr float kLow = 1.0f / 2048.0f;
     const u32 at = base + stage * STAGE_BYTES, a_at = at + consumer * (A_BYTES / 2);
     const u64 a = make_desc<A_MN>(a_at), b = make_desc<B_MN>(at + 2 * A_BYTES);
     constexpr u64 kLowA = A_BYTES >> 4, kLowB = B_BYTES >> 4;
-    float acc[BN / 2];
+    float acc[BN / 2], upper, lower;
+    bool found;
     mbar_wait(base + BAR_OFFSET + stage * 8, phase);
     begin_turn(consumer);
     wgmma_fence();
@@ -173,113 +239,123 @@ struct Pipe {
       multiply<true>(high, a, b);
       wgmma_commit();
       end_turn(consumer);
+      found = read_scales(upper, lower);
       wgmma_wait<1>();
-      promote_low<kFirst>(sum, acc);
+      scale(acc, kLow * upper, kLow * lower);
       wgmma_wait<0>();
       release();
-      promote(sum, high);
+#pragma unroll
+      for (int i = 0; i < BN / 2; ++i) acc[i] = fmaf(high[i], i & 2 ? lower : upper, acc[i]);
     } else {
       end_turn(consumer);
+      found = read_scales(upper, lower);
       wgmma_wait<0>();
-      promote_low<kFirst>(sum, acc);
+      scale(acc, kLow, kLow);
       begin_turn(consumer);
       wgmma_fence();
-      multiply<true>(acc, a, b);
+      multiply<false>(acc, a, b);
       wgmma_commit();
       end_turn(consumer);
       wgmma_wait<0>();
       release();
-      promote(sum, acc);
+      scale(acc, upper, lower);
     }
-    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+    promote(sum, acc, scales() + 4 * BM + 8 * (lane_id() & 3));
+    return found;
   }
 };
 
 // ---------------------------------------------------------------- results
 
-// v * 2^e: in two steps, of which neither leaves the range where the result does not.
-__device__ __forceinline__ float scaled(float v, int e) {
-  const int half = e >> 1;
-  return v * __uint_as_float(static_cast<u32>(127 + half) << 23) *
-         __uint_as_float(static_cast<u32>(127 + e - half) << 23);
-}
-
-__device__ __forceinline__ void store(float* to, long long at, float low, float high, int left) {
-  to += at;
-  if (left > 1 && (reinterpret_cast<u64>(to) & 7) == 0) {
-    *reinterpret_cast<float2*>(to) = {low, high};
-  } else {
-    to[0] = low;
-    if (left > 1) to[1] = high;
-  }
+__device__ __forceinline__ bool aligned(const float* at) {
+  return (reinterpret_cast<u64>(at) & 7) == 0;
 }
 
 // A warp's 16 rows of a tile, from `row` on.
 struct Results {
   const Params& p;
   int row, column, slice;
-  u32 lane;
 
-  // Whether a row or column has no planes.
-  __device__ __forceinline__ bool unsplit() const {
-    bool found = lane < 16 && row + static_cast<int>(lane) < p.M && p.a_exponents[row + lane] == UNSPLIT;
+  // sum += the numbers' own products along a k-tile, where a row or a column has no planes there. Places
+  // are worked out again at each k: they would not all fit in registers.
+  __device__ __forceinline__ void add_plain(float (&sum)[BN / 2], u32 scales, int k_tile) const {
+    bool rows[2];
+    u64 columns = 0;
+    {
+      const int r = row + (lane_id() >> 2), c = 2 * (lane_id() & 3);
 #pragma unroll
-    for (int i = 0; i < BN / 32; ++i) {
-      const int n = column + i * 32 + lane;
-      found |= n < p.N && p.b_exponents[n] == UNSPLIT;
+      for (int h = 0; h < 2; ++h)
+        rows[h] = r + 8 * h < p.M && load_scale(scales + 4 * ((r + 8 * h) % BM)) < 0.0f;
+#pragma unroll
+      for (int i = 0; i < BN / 4; i += 2) {
+        const float2 s = load_shared64(scales + 4 * (BM + c + 4 * i));
+        columns |= static_cast<u64>(column + c + 4 * i < p.N && s.x < 0.0f) << i;
+        columns |= static_cast<u64>(column + c + 4 * i + 1 < p.N && s.y < 0.0f) << (i + 1);
+      }
     }
-    return __any_sync(0xffffffffu, found);
-  }
-
-  // sum = the numbers' own products.
-  __device__ __forceinline__ void multiply_plain(float (&sum)[BN / 2]) const {
-    const int begin = slice * p.slice_tiles * BK, end = min(begin + p.slice_tiles * BK, p.K);
-    const int r = row + (lane >> 2), c = column + 2 * (lane & 3);
-#pragma unroll
-    for (int i = 0; i < BN / 2; ++i) sum[i] = 0.0f;
+    if (!__any_sync(0xffffffffu, rows[0] || rows[1] || columns)) return;
+    const int end = min((k_tile + 1) * BK, p.K);
 #pragma unroll 1
-    for (int k = begin; k < end; ++k) {
+    for (int k = k_tile * BK; k < end; ++k) {
+      const u32 lane = lane_id();
+      const int r = row + (lane >> 2), c = column + 2 * (lane & 3);
       float a[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         a[h] = p.a_plain[min(r + 8 * h, p.M - 1) * p.a_strides[0] + k * p.a_strides[1]];
 #pragma unroll
       for (int i = 0; i < BN / 4; ++i) {
-        const int n = min(c + 8 * (i >> 1) + (i & 1), p.N - 1);
+        const int n = min(c + 8 * (i >> 1) + (i & 1), p.N - 1), at = 4 * (i >> 1) + (i & 1);
         const float b = p.b_plain[n * p.b_strides[0] + k * p.b_strides[1]];
-        const int at = 4 * (i >> 1) + (i & 1);
-        sum[at] = fmaf(a[0], b, sum[at]);
-        sum[at + 2] = fmaf(a[1], b, sum[at + 2]);
+        const bool own = columns >> i & 1;
+        if (own || rows[0]) sum[at] = fmaf(a[0], b, sum[at]);
+        if (own || rows[1]) sum[at + 2] = fmaf(a[1], b, sum[at + 2]);
       }
     }
   }
 
-  __device__ __forceinline__ void finish(float (&sum)[BN / 2], bool plain) const {
-    const int r = row + (lane >> 2), c = column + 2 * (lane & 3);
-    int of_row[2];
+  // Groups j to j + 3 of eight columns each; `pairs`: rows begin on 8 bytes and have an even length.
+  __device__ __forceinline__ void store(float* to, const float (&v)[BN / 2], int j, bool pairs) const {
+    const u32 lane = lane_id();
+    const int r = row + (lane >> 2), n = column + 2 * (lane & 3);
+    float* const at[2] = {to + static_cast<long long>(r) * p.N + n,
+                          to + static_cast<long long>(r + 8) * p.N + n};
+    if (pairs) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) of_row[h] = plain || r + 8 * h >= p.M ? 0 : p.a_exponents[r + 8 * h];
+      for (int i = 4 * j; i < 4 * j + 16; i += 2)
+        if (r + 4 * (i & 2) < p.M && n + 2 * (i & ~3) < p.N)
+          *reinterpret_cast<float2*>(at[i >> 1 & 1] + 2 * (i & ~3)) = {v[i], v[i + 1]};
+    } else {
 #pragma unroll
-    for (int j = 0; j < BN / 8; ++j) {
-      const int n = c + 8 * j, left = p.N - n;
-      if (left <= 0) break;
-      const int e = plain ? 0 : p.b_exponents[n], f = plain || left < 2 ? 0 : p.b_exponents[n + 1];
-      const bool biased = HAS_BIAS && p.slices == 1;
-      const float low = biased ? p.bias[n] : 0.0f, high = biased && left > 1 ? p.bias[n + 1] : 0.0f;
+      for (int i = 4 * j; i < 4 * j + 16; ++i)
+        if (r + 4 * (i & 2) < p.M && n + 2 * (i & ~3) + (i & 1) < p.N)
+          at[i >> 1 & 1][2 * (i & ~3) + (i & 1)] = v[i];
+    }
+  }
+
+  __device__ __forceinline__ void finish(float (&sum)[BN / 2]) const {
+    const bool last = p.slices == 1;
+    float* const to = last ? p.y : p.parts + slice * (static_cast<long long>(p.M) * p.N);
+    const bool pairs = p.N % 2 == 0 && aligned(to) && (!SAVE || aligned(p.pre));
+    const int first = column + 2 * (lane_id() & 3);
+    float bias[BN / 4];  // read before anything is written, which might be this
+    if (HAS_BIAS) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (r + 8 * h >= p.M) continue;
-        const long long at = static_cast<long long>(r + 8 * h) * p.N + n;
-        float v = sum[4 * j + 2 * h], w = sum[4 * j + 2 * h + 1];
-        if (!plain) v = scaled(v, of_row[h] + e), w = scaled(w, of_row[h] + f);
-        if (p.slices > 1) {
-          store(p.parts + slice * (static_cast<long long>(p.M) * p.N), at, v, w, left);
-          continue;
-        }
-        if (HAS_BIAS) v += low, w += high;
-        if (SAVE) store(p.pre, at, v, w, left);
-        store(p.y, at, act(v), act(w), left);
+      for (int i = 0; i < BN / 4; ++i) {
+        const int n = first + 8 * (i >> 1) + (i & 1);
+        bias[i] = last && n < p.N ? p.bias[n] : 0.0f;
       }
+    }
+#pragma unroll
+    for (int j = 0; j < BN / 8; j += 4) {
+      if (last) {
+#pragma unroll
+        for (int i = 4 * j; HAS_BIAS && i < 4 * j + 16; ++i) sum[i] += bias[i / 4 * 2 + i % 2];
+        if (SAVE) store(p.pre, sum, j, pairs);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 16; ++i) sum[i] = act(sum[i]);
+      }
+      store(to, sum, j, pairs);
     }
   }
 };
@@ -294,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) planes_product(const __grid
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
-      mbar_init(base + BAR_OFFSET + s * 8, 1);
+      mbar_init(base + BAR_OFFSET + s * 8, 2);
       mbar_init(base + BAR_OFFSET + (STAGES + s) * 8, 8 * CLUSTER);
     }
     fence_barriers();
@@ -307,22 +383,25 @@ extern "C" __global__ void __launch_bounds__(384, 1) planes_product(const __grid
   const int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
   if (warpgroup == 0) {
     fewer_registers<40>();
-    if (threadIdx.x == 0) produce(p, base, rank, first, step, tiles);
+    if (threadIdx.x == 0) fill_planes(p, base, rank, first, step, tiles);
+    if (threadIdx.x == 32) fill_scales(p, base, rank, first, step, tiles);
   } else {
     more_registers<232>();
     const int consumer = warpgroup - 1, warp = threadIdx.x % 128 / 32;
     if (TURNS && consumer == 1) bar_arrive(1, 256);  // consumer 0 starts
-    Pipe pipe{base, consumer, 0, 0};
+    Pipe pipe{base, consumer, warp, 0, 0};
     for (int t = first; t < tiles; t += step) {
       const Tile tile = tile_at(p, t);
-      const int row = (tile.m * CLUSTER + rank) * BM + consumer * (BM / 2) + warp * 16;
-      const Results results{p, row, tile.n * BN, tile.slice, lane_id()};
-      const bool plain = results.unsplit();
-      float sum[BN / 2];
-      pipe.step<true>(sum);
-      for (int kt = k_tiles_of(p, tile.slice); kt > 1; --kt) pipe.step<false>(sum);
-      if (plain) results.multiply_plain(sum);
-      results.finish(sum, plain);
+      const int row = row_of(tile, rank) + consumer * (BM / 2) + warp * 16;
+      const Results results{p, row, tile.n * BN, tile.slice};
+      const int begin = tile.slice * p.slice_tiles, end = begin + k_tiles_of(p, tile.slice);
+      float sum[BN / 2] = {};
+#pragma unroll 1
+      for (int kt = begin; kt < end; ++kt) {
+        if (pipe.step(sum)) results.add_plain(sum, pipe.scales(), kt);
+        pipe.next();
+      }
+      results.finish(sum);
     }
   }
   __syncwarp();

@@ -20,11 +20,7 @@ from fastlinear.dispatch.backend import why_no_hopper
 from fastlinear.kernels.cuda.hopper import ASYNC, BK, SHARED_LIMIT, WORDS, wgmma_source
 
 KERNEL, SUMS_KERNEL = "planes_product", "planes_sums"
-ROWS_KERNEL, MAXIMA_KERNEL, COLUMNS_KERNEL = (
-    "planes_split_rows",
-    "planes_columns",
-    "planes_split_columns",
-)
+SPLIT_KERNEL = "planes_split"
 THREADS, SPLIT_THREADS = 384, 256
 BY_COLUMNS = {"forward": (False, False), "grad_input": (False, True), "grad_weight": (True, True)}
 """Of the operands of each piece, whether K is the dimension of their rows."""
@@ -77,7 +73,8 @@ class Config:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory."""
-        return self.stages * (2 * (128 + self.bn) * BK * 2 + 16)
+        planes, scales = 2 * (128 + self.bn) * BK * 2, 2 * (128 + self.bn) * 4
+        return self.stages * (planes + scales + 16)
 
     def invalid(self, k: int) -> str | None:
         """Why this configuration cannot serve products of that depth, or None."""
@@ -129,12 +126,10 @@ def source(
     )
 
 
-def split_source(lanes: int) -> str:
-    """The complete CUDA C++ source of ``planes_split.cu``; ``lanes`` share a row, 32 or 256."""
-    macros = {"IS_BF16": 0, "LANES": lanes}
-    return "".join(f"#define {k} {v}\n" for k, v in macros.items()) + "".join(
-        path.read_text() for path in (WORDS, _HERE.with_name("planes_split.cu"))
-    )
+def split_source() -> str:
+    """The complete CUDA C++ source of ``planes_split.cu``."""
+    texts = [path.read_text() for path in (WORDS, _HERE.with_name("planes_split.cu"))]
+    return "".join(("#define IS_BF16 0\n", *texts))
 
 
 STAGES = {64: 4, 128: 3, 192: 2}

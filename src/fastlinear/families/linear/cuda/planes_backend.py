@@ -1,7 +1,7 @@
 """Backend ``planes`` of linear_act: float32 by three products of float16 on Hopper.
 
-Each operand is split into two planes of float16 (one launch, or two where K is the dimension of its
-rows), then one launch multiplies. A sum over K that several blocks share is added up by another.
+One launch splits both operands into two planes of float16 each, another multiplies. A sum over K
+that several blocks share is added up by a third.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.linear.cuda.planes import (
-    COLUMNS_KERNEL,
+    BY_COLUMNS,
     KERNEL,
-    MAXIMA_KERNEL,
-    ROWS_KERNEL,
+    SPLIT_KERNEL,
     SPLIT_THREADS,
     SUMS_KERNEL,
     THREADS,
@@ -35,12 +34,10 @@ from fastlinear.kernels.cuda.prepared import MAP_BYTES, Block, Plans, Prepared
 from fastlinear.native import cuda_driver as driver
 
 _REMEDY = "Leave the configuration to the model."
-_MATRIX_BYTES, _SPLIT_BYTES = 80, 176
-_LINE_WORDS = 3
-_COLUMNS, _LEAST_ROWS = 64, 64  # of a block
-_BLOCKS = 8  # of a multiprocessor
+_MATRIX_BYTES = 72
+_SPLIT_BYTES = 2 * _MATRIX_BYTES + 8
 _MAPS = 4 * MAP_BYTES
-_PRODUCT_BYTES = _MAPS + 8 * 8 + 8 * 4 + 4 * 8
+_PRODUCT_BYTES = _MAPS + 8 * 8 + 4 * 8 + 9 * 4
 _SUMS_THREADS = 256
 
 
@@ -49,7 +46,7 @@ class Planes(NamedTuple):
 
     high: Tensor
     low: Tensor
-    exponents: Tensor  # of rows, or of columns
+    scales: Tensor  # (segments of 64 along K, rows or columns and more); -1 where there are none
     numbers: Tensor
     by_columns: bool
 
@@ -63,78 +60,69 @@ def _dense(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
 
 
-def split(matrices: Sequence[Tensor], by_columns: bool) -> list[Planes]:
-    """Planes of one or two matrices (rows, columns) of float32, with an exponent for each row, or
-    for each column."""
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def split(matrices: Sequence[Tensor], by_columns: Sequence[bool]) -> list[Planes]:
+    """Planes of one or two matrices (rows, columns) of float32.
+
+    Args:
+        matrices: what to split.
+        by_columns: of each, whether K is the dimension of its rows: a scale belongs to 64 numbers
+            of a column then, else of a row.
+    """
     matrices = [_dense(t) for t in matrices]
     given, made = [], []
-    for t in matrices:
+    for t, turned in zip(matrices, by_columns, strict=True):
         rows, columns = t.shape
-        pitch = -(-columns // 8) * 8
+        pitch = _up(columns, 8)
         high, low = (t.new_empty(rows, pitch, dtype=torch.float16)[:, :columns] for _ in range(2))
-        exponents = t.new_empty(-(-t.shape[by_columns] // 2) * 2, dtype=torch.int16)
-        made.append(Planes(high, low, exponents, t, by_columns))
-        given += [t, high, low, exponents]
-    facts = [(t.shape, t.stride(0), t.data_ptr() % 16) for t in matrices]
+        k, lines = (rows, columns) if turned else (columns, rows)
+        scales = t.new_empty(_up(k, BK) // BK, _up(lines, BK))
+        made.append(Planes(high, low, scales, t, turned))
+        given += [t, high, low, scales]
+    facts = [
+        (t.shape, t.stride(0), t.data_ptr() % 16, turned)
+        for t, turned in zip(matrices, by_columns, strict=True)
+    ]
     device = matrices[0].device.index
-    key = by_columns, device, *facts
 
     def plan() -> _SplitPlan:
         with compiled.current(device):
-            return _SplitPlan(given, by_columns, device)
+            return _SplitPlan(made, device)
 
-    _split_plans.of(key, plan).run(given)
+    _split_plans.of((device, *facts), plan).run(*given)
     return made
 
 
 class _SplitPlan:
-    """Launches of ``planes_split.cu``. Tensors: each matrix, its high, low, exponents; parts."""
+    """The launch of ``planes_split.cu``. Tensors: each matrix, its high, low, scales."""
 
-    def __init__(self, given: Sequence[Tensor], by_columns: bool, device: int) -> None:
-        matrices = given[::4]
-        longest = max(t.shape[1] for t in matrices)
-        lanes = 32 if longest <= 1024 else 256
-        first = part = 0
-        tables = []
-        for t in matrices:
+    def __init__(self, made: Sequence[Planes], device: int) -> None:
+        block = Block(_SPLIT_BYTES)
+        first = 0
+        for i, planes in enumerate(made):
+            t = planes.numbers
             rows, columns = t.shape
             wide = t.data_ptr() % 16 == 0 and (t.stride(0) % 4 == 0 or rows == 1)
-            strips = -(-columns // _COLUMNS)
-            most = -(-_BLOCKS * _units(device) // strips)
-            chunk = max(_LEAST_ROWS, -(-rows // most))
-            chunks = -(-rows // chunk)
-            pitch = -(-columns // 8) * 8
-            tables.append((rows, columns, pitch, int(wide), first, chunk, chunks, part))
-            part += chunks * columns
-            first += chunks * strips if by_columns else -(-rows // (SPLIT_THREADS // lanes))
-        self._parts = part * _LINE_WORDS if by_columns else 0
-        names = (MAXIMA_KERNEL, COLUMNS_KERNEL) if by_columns else (ROWS_KERNEL,)
-        self._runs = []
-        for name in names:
-            block = Block(_SPLIT_BYTES)
-            for i, (t, table) in enumerate(zip(matrices, tables, strict=True)):
-                at = _MATRIX_BYTES * i
-                for j in range(4):
-                    block.address(at + 8 * j, 4 * i + j, 15)
-                block.numbers(at + 32, "q7i4xq", t.stride(0), *table)
-            if by_columns:
-                block.address(2 * _MATRIX_BYTES, len(given))
-            block.numbers(2 * _MATRIX_BYTES + 8, "i", len(matrices))
-            kernel = compiled.kernel(split_source(lanes), name, 0, device)
-            launch = driver.Launch(kernel, SPLIT_THREADS, 1, [block.argument])  # type: ignore[list-item]
-            launch.set_grid(first)
-            launch.begin_early()
-            self._runs.append(Prepared(launch, device, block.places, block.masks))
-
-    def run(self, given: list[Tensor]) -> None:
-        """All launches."""
-        parts = [given[0].new_empty(self._parts)] if self._parts else []
-        for launch in self._runs:
-            launch(*given, *parts)
+            across, lines = _up(columns, BK) // BK, planes.scales.shape[1]
+            at = _MATRIX_BYTES * i
+            for j in range(4):
+                block.address(at + 8 * j, 4 * i + j, 15)
+            table = (rows, columns, planes.high.stride(0), lines, wide, planes.by_columns)
+            block.numbers(at + 32, "q8i", t.stride(0), *map(int, table), first, across)
+            first += _up(rows, BK) // BK * across
+        block.numbers(2 * _MATRIX_BYTES, "i", len(made))
+        kernel = compiled.kernel(split_source(), SPLIT_KERNEL, 0, device)
+        launch = driver.Launch(kernel, SPLIT_THREADS, 1, [block.argument])  # type: ignore[list-item]
+        launch.set_grid(first)
+        launch.begin_early()
+        self.run = Prepared(launch, device, block.places, block.masks)
 
 
 class _ProductPlan:
-    """Launches of ``planes.cu``. Tensors: high, low, exponents, numbers of a and of b; bias, y,
+    """Launches of ``planes.cu``. Tensors: high, low, scales, numbers of a and of b; bias, y,
     pre, parts."""
 
     def __init__(
@@ -180,7 +168,7 @@ class _ProductPlan:
                     *(rows // parts, 64, plane.data_ptr(), device),
                 )
                 block.map(MAP_BYTES * (2 * i + j), of, 4 * i + j)
-            block.address(_MAPS + 8 * i, 4 * i + 2)
+            block.address(_MAPS + 8 * i, 4 * i + 2, 15)
             block.address(_MAPS + 16 + 8 * i, 4 * i + 3)
             strides = planes.numbers.stride()
             along = (strides[1], strides[0]) if planes.by_columns else strides
@@ -189,7 +177,8 @@ class _ProductPlan:
             block.address(_MAPS + 32 + 8 * i, 8 + i)
         tiles_m, tiles_n = -(-m // (128 * config.cluster)), -(-n // config.bn)
         slices, each = config.slices, slice_tiles(k, config.slices)
-        block.numbers(_MAPS + 96, "7i", m, n, k, slices, each, tiles_m, tiles_n)
+        lines = [planes.scales.shape[1] for planes in (a, b)]
+        block.numbers(_MAPS + 96, "9i", m, n, k, slices, each, tiles_m, tiles_n, *lines)
         return block
 
     def run(self, *given: Tensor | None) -> None:
@@ -264,18 +253,18 @@ def forward(
         activation: a public activation name.
         save_pre: also return x weightᵀ + bias.
     """
-    a, b = split((x, weight), False)
+    a, b = split((x, weight), BY_COLUMNS["forward"])
     y, pre = product(a, b, bias, activation, save_pre and activation != "none")
     return y, y if save_pre and activation == "none" else pre
 
 
 def grad_input(dpre: Tensor, weight: Tensor) -> Tensor:
     """dx (M, K) = dpre (M, N) weight (N, K)."""
-    (a,), (b,) = split((dpre,), False), split((weight,), True)
+    a, b = split((dpre, weight), BY_COLUMNS["grad_input"])
     return product(a, b)[0]
 
 
 def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
     """dW (N, K) = dpreᵀ (N, M) x (M, K)."""
-    a, b = split((dpre, x), True)
+    a, b = split((dpre, x), BY_COLUMNS["grad_weight"])
     return product(a, b)[0]
