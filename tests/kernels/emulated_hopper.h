@@ -239,6 +239,7 @@ inline void mbar_arrive(u32 bar) {
   Mbarrier& barrier = block.barriers.at(bar);
   --barrier.pending;
   settle(barrier);
+  yield();  // who waited for it may be faster
 }
 
 inline void mbar_wait(u32 bar, u32 parity) {

@@ -147,7 +147,7 @@ def test_planes_are_the_numbers(m: int, k: int) -> None:
 def test_which_segments_have_no_planes() -> None:
     x = values(9, 200)
     x[0, 70], x[1, 0], x[2, 199] = float("inf"), float("nan"), float("-inf")
-    x[3, 130], x[4, 10], x[5] = 2.0**40, 2.0**90, x[5] * 2.0**70
+    x[3, 130], x[4, :64], x[5] = 2.0**40, x[4, :64].sign() * 2.0**90, x[5] * 2.0**87
     x[6], x[7, 64:128] = x[6].sign() * 2.0**-137, x[7, 64:128] * 2.0**-40
     expected = torch.zeros(9, 4, dtype=torch.bool)
     for line, segment in ((0, 1), (1, 0), (2, 3), (3, 2), (4, 0)):
@@ -243,6 +243,20 @@ def test_infinities_and_nan_come_out_where_pytorch_has_them(slices: int) -> None
     finite = theirs.isfinite()
     oracle = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     near(ours[finite], theirs[finite], oracle[finite])
+
+
+@pytest.mark.parametrize("column", [0, 64, 100, 150, 191])
+def test_columns_without_planes(column: int) -> None:
+    a, b = values(20, 150), values(192, 150, seed=1)
+    b[column, 70] = float("inf")
+    planes = planes_backend.split((a, b), (False, False))
+    ours, _ = planes_backend.product(*planes, config=Config(192, 2))  # type: ignore[misc]
+    assert ours[:, column].isinf().all()
+    ours, theirs, oracle = (
+        torch.cat([t[:, :column], t[:, column + 1 :]], 1)
+        for t in (ours, a @ b.t(), a.double() @ b.double().t())
+    )
+    near(ours, theirs, oracle)
 
 
 def test_tiny_gradients() -> None:
