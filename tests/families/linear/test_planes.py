@@ -302,7 +302,7 @@ def test_launches_of_two_threads_take_their_own_addresses(monkeypatch: pytest.Mo
         pytest.skip("of emulated launches")
     config, began, ended = Config(64, 4, slices=2), threading.Event(), threading.Event()
     pairs = {name: (values(40, 200, seed=i), values(30, 200)) for i, name in enumerate("ab")}
-    planes = {name: planes_backend.split(pair, False) for name, pair in pairs.items()}
+    planes = {name: planes_backend.split(pair, (False, False)) for name, pair in pairs.items()}
     planes_backend.product(*planes["a"], config=config)
     run, found = emulation.Launch.run, {}
 
