@@ -122,6 +122,16 @@ inline void meet(Meeting& meeting, int count) {
 inline void bar_sync(int id, int threads) { meet(block.named[id], threads); }
 inline void bar_arrive(int id, int threads) { arrive(block.named[id], threads); }
 inline void __syncthreads() { bar_sync(0, threads_of_block); }
+inline int __syncthreads_or(int v) {
+  static int found;
+  if (v) found = 1;
+  __syncthreads();
+  const int all = found;
+  __syncthreads();
+  found = 0;
+  __syncthreads();
+  return all;
+}
 inline void __syncwarp() { meet(block.warps[current / 32], 32); }
 inline u32 lane_id() { return current % 32; }
 inline void let_next_start() {}

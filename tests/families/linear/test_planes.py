@@ -134,7 +134,7 @@ def test_planes_are_the_numbers(m: int, k: int) -> None:
     x[0, k // 2] = 0
     for planes in planes_backend.split((x, x), (False, True)):
         kept = x.t() if planes.by_columns else x
-        high, low = (t.t() if planes.by_columns else t for t in planes[:2])
+        high, low = (t.t() if planes.by_columns else t for t in planes[1:3])
         scales = planes.scales.repeat_interleave(64, 0)[: kept.shape[1], : kept.shape[0]].t()
         assert torch.equal(scales, torch.exp2(scales.log2().round()))
         made = (high.double() + low.double() / 2048) * scales.double()
@@ -147,7 +147,7 @@ def test_planes_are_the_numbers(m: int, k: int) -> None:
 def test_which_segments_have_no_planes() -> None:
     x = values(9, 200)
     x[0, 70], x[1, 0], x[2, 199] = float("inf"), float("nan"), float("-inf")
-    x[3, 130], x[4, :64], x[5] = 2.0**40, x[4, :64].sign() * 2.0**90, x[5] * 2.0**87
+    x[3, 130], x[4, :64], x[5] = 2.0**70, x[4, :64].sign() * 2.0**90, x[5] * 2.0**87
     x[6], x[7, 64:128] = x[6].sign() * 2.0**-137, x[7, 64:128] * 2.0**-40
     expected = torch.zeros(9, 4, dtype=torch.bool)
     for line, segment in ((0, 1), (1, 0), (2, 3), (3, 2), (4, 0)):
@@ -156,7 +156,7 @@ def test_which_segments_have_no_planes() -> None:
     for planes in planes_backend.split((x, x.t().contiguous()), (False, True)):
         assert torch.equal(planes.scales[:, :9].t() == -1, expected)
         assert (planes.scales[:, :9].t()[~expected] > 0).all()
-        high, low = (t.t() if planes.by_columns else t for t in planes[:2])
+        high, low = (t.t() if planes.by_columns else t for t in planes[1:3])
         without = expected.repeat_interleave(64, 1)[:, :200]
         assert not high[without].any()
         assert not low[without].any()
@@ -257,6 +257,43 @@ def test_columns_without_planes(column: int) -> None:
         for t in (ours, a @ b.t(), a.double() @ b.double().t())
     )
     near(ours, theirs, oracle)
+
+
+@pytest.mark.parametrize("bits", [8, 14, 20])
+@pytest.mark.parametrize("wide", ["a", "b", "both"])
+@pytest.mark.parametrize(
+    "config", [Config(64, 4), Config(128, 3, slices=2), Config(192, 2)], ids=str
+)
+def test_numbers_of_any_size_beside_each_other(wide: str, config: Config, bits: int) -> None:
+    """Each output, where the other operand is 0 beside all but one of the sizes."""
+    a, b = values(150, 200), values(200, 200, seed=1)
+    sizes = torch.exp2((torch.arange(200.0) % 5 - 2) * bits)
+    if wide != "b":
+        a[:70] *= sizes
+    if wide != "a":
+        b[60:] *= sizes
+    b[::3, 100:], a[1::2, :64] = 0, values(75, 64, seed=2)
+    for only in range(5):
+        keep = (torch.arange(200) % 5 == only).float()
+        one, other = (a * keep, b) if wide == "b" else (a, b * keep)
+        for turned in (False, True):
+            given = [t.t().contiguous() if turned else t for t in (one, other)]
+            planes = planes_backend.split(given, (turned, turned))
+            ours, _ = planes_backend.product(*planes, config=config)  # type: ignore[misc]
+            theirs, oracle = one @ other.t(), one.double() @ other.double().t()
+            for row in range(0, 150, 7):
+                near(ours[row], theirs[row], oracle[row])
+
+
+@pytest.mark.parametrize("bn", STAGES)
+def test_small_numbers_that_meet_small_ones(bn: int) -> None:
+    """Where either operand has large ones, the other is 0."""
+    a, b = values(150, 200), values(200, 200, seed=1)
+    a[:, 1::3], a[:, 2::3] = a[:, 1::3] * 2.0**-40, 0
+    b[:, 1::3], b[:, 0::3] = b[:, 1::3] * 2.0**-35, 0
+    planes = planes_backend.split((a, b), (False, False))
+    ours, _ = planes_backend.product(*planes, config=Config(bn, STAGES[bn]))  # type: ignore[misc]
+    near(ours, a @ b.t(), a.double() @ b.double().t())
 
 
 def test_tiny_gradients() -> None:

@@ -294,7 +294,6 @@ FAMILY = register_family(
                 Backend(
                     *(NAME, p, "planes", f"{_HERE}.cuda.planes_backend:{p}"),
                     *(_reason_not_planes, _CUDA_SOURCES),
-                    on_request=True,
                 )
                 for p in ("forward", "grad_input", "grad_weight")
             ),

@@ -15,6 +15,7 @@ from fastlinear.dispatch.roofline import (
     bytes_us,
     capability,
     hosts,
+    rows_at,
     swept,
     tiled,
     units,
@@ -108,7 +109,7 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
     elif backend == "triton":
         found = _triton(kind, p, sizes, layout)
     elif backend == "planes":
-        found = _planes(p, *sizes)
+        found = _planes(p, *sizes, layout)
     else:
         found = tiled(kind, p, *sizes, layout, tiles=_TILES[backend])
     if backend == "padded":
@@ -137,19 +138,34 @@ def _few_rows(kind: str, p: Problem, m: int, k: int, n: int) -> tuple[Work, ...]
     return call(kind), Work(f"{kind} product", us - few_rows_config.start_us(dtype), sizes)
 
 
-def _planes(p: Problem, m: int, k: int, n: int) -> tuple[Work, ...]:
-    """Both operands split into planes, by rows or by columns, and their product."""
-    name, turned = f"{NAME} planes", planes.BY_COLUMNS[p.piece]
-    splits = [
-        Work(f"{name} split{' by columns' * by}", bytes_us(p, 2 * size), {"numbers": size})
-        for size, by in zip((m * k, k * n), turned, strict=True)
-    ]
+_OPERANDS = {"forward": ("x", "w"), "grad_input": ("dpre", "w"), "grad_weight": ("dpre", "x")}
+
+
+def _planes(p: Problem, m: int, k: int, n: int, layout: str) -> tuple[Work, ...]:
+    """Both operands split into planes, by rows of memory or by columns, and their product."""
+    name = f"{NAME} planes"
+    found: tuple[Work, ...] = ()
+    turned = layout[0] == "t", layout[1] == "n"  # rows of memory lie along K
+    for operand, by_columns, numbers in zip(
+        _OPERANDS[p.piece], turned, (m * k, k * n), strict=True
+    ):
+        kind = f"{name} split{' by columns' * by_columns}"
+        at = rows_at(p, _row(p, operand))
+        found += (Work(kind, bytes_us(p, 2 * numbers), {"numbers": numbers}, at),)
     config = planes.config_for(m, n, k, units())
     us = config.microseconds(m, n, k, units()) - planes.START_US
     sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
     sliced = ("sliced",) if config.slices > 1 else ()
     product = Work(f"{name} product", us, sizes, (f"tile:{config.bn}", *sliced))
-    return call(name, 2 + len(sliced)), *splits, product
+    return call(name, 2 + len(sliced)), *found, product
+
+
+def _row(p: Problem, operand: str) -> int:
+    """Numbers between the rows of an operand in memory."""
+    m, k, n = _sizes(p)
+    if operand == "x":
+        return {"rows": k, "rows_odd": 2 * k + 1, "strided": m}[p.option("x")]
+    return n if operand == "dpre" or p.option("w") == "kn" else k
 
 
 def _triton(kind: str, p: Problem, sizes: tuple[int, int, int], layout: str) -> tuple[Work, ...]:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.select import Choice, select
 from fastlinear.families.linear import padded_problem
 from fastlinear.families.linear import problem as posed
@@ -25,8 +24,7 @@ def choices_of(p: Problem, backend: str | None = None) -> tuple[Choice, ...]:
     if not p.needs_grad:
         return (select(p, backend),)
     if backend is not None:
-        forward = select(p, backend)
-        return (forward, *(_backward_on_request(p, forward.backend) or select_backward(p)))
+        return (select(p, backend), *select_backward(p))
     pieces = select_pieces(p)
     step = select(p.with_piece(posed.STEP))
     if step.backend.name == "pieces":
@@ -37,18 +35,6 @@ def choices_of(p: Problem, backend: str | None = None) -> tuple[Choice, ...]:
     problems = (p.with_piece(piece) for piece in posed.PIECES)
     own = (replace(select(q, "eager"), source=step.source, reason=reason) for q in problems)
     return (*own, step)
-
-
-def _backward_on_request(p: Problem, asked: Backend) -> tuple[Choice, ...]:
-    """The pieces of the backward, by a backend taken on request where it has them; () of others."""
-    problems = [p.with_piece(piece) for piece in posed.BACKWARD_PIECES]
-    able = {
-        q.piece
-        for q in problems
-        for b in family(p.family).candidates(q.piece, on_request=True)
-        if asked.on_request and b.name == asked.name and b.reason_not(q) is None
-    }
-    return tuple(select(q, asked.name if q.piece in able else None) for q in problems if able)
 
 
 def select_pieces(p: Problem) -> tuple[Choice, ...]:

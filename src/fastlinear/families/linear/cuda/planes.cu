@@ -7,6 +7,9 @@
 //
 //   C = sum of s_m s_n (sum h h + (sum h l + sum l h) / 2^11);  l l is below what float32 keeps.
 //
+// Where an operand has numbers small beside others of their BK, these have planes of their own, whose
+// scale is s / 2^29. Such a k-tile takes more steps, one for each pair of levels that exists.
+//
 // Tensor cores truncate while they add, so sums over BK numbers are promoted: scaled and added up in
 // registers, in float32. A block is a producer warpgroup and two consumers, of which each has half a
 // tile's rows. They issue products by turns (TURNS), so that one promotes while the other multiplies.
@@ -26,7 +29,8 @@
 
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2;  // of a plane
 constexpr int STAGE_BYTES = 2 * (A_BYTES + B_BYTES);
-constexpr int SCALES_OFFSET = STAGES * STAGE_BYTES, SCALES_BYTES = (BM + BN) * 4;
+constexpr int TOLD_OFFSET = (BM + BN) * 4;  // behind scales, what a step is
+constexpr int SCALES_OFFSET = STAGES * STAGE_BYTES, SCALES_BYTES = TOLD_OFFSET + 16;
 constexpr int BAR_OFFSET = SCALES_OFFSET + 2 * STAGES * SCALES_BYTES;
 constexpr int B_PART = (B_MN ? BK : BN) / CLUSTER;  // rows this block loads of B, or of its K
 constexpr u64 A_K_STEP = (A_MN ? 16 * 128 : 32) >> 4;
@@ -35,8 +39,9 @@ constexpr u64 B_K_STEP = (B_MN ? 16 * 128 : 32) >> 4;
 static_assert(BM == 128 && BN % 64 == 0 && B_PART % 8 == 0, "BM, BN");
 
 struct Params {
-  TensorMap a[2], b[2];                  // planes, high first
+  TensorMap a[4], b[4];                  // planes, high first; then those of small numbers
   const float *a_scales, *b_scales;      // (k-tiles, a_lines), (k-tiles, b_lines)
+  const int *a_small, *b_small;          // (k-tiles, lines / 64): whether there are small numbers
   const float *a_plain, *b_plain;        // the numbers themselves
   const float* bias;                     // (N) or null
   float *y, *pre;                        // (M, N) dense
@@ -44,7 +49,7 @@ struct Params {
   long long a_strides[2], b_strides[2];  // of the numbers: along M (N), along K
   int M, N, K, slices, slice_tiles;      // slice_tiles: k-tiles of a slice
   int tiles_m, tiles_n;                  // of CLUSTER * BM rows, of BN columns
-  int a_lines, b_lines;                  // M, N and more, a multiple of 4
+  int a_lines, b_lines;                  // M, N and more, a multiple of 64
 };
 
 struct Tile { int m, n, slice; };
@@ -93,21 +98,58 @@ __device__ __forceinline__ u32 scales_at(u32 base, int stage, u32 odd) {
   return base + SCALES_OFFSET + (odd * STAGES + stage) * SCALES_BYTES;
 }
 
-// A stage is filled by two threads: load(stage, whether its turn is odd, its barrier, tile, k-tile).
+// What a step is, as consumers are told: its k-tile times 256 and
+constexpr u32 A_LEVEL = 1, B_LEVEL = 2;         // the levels of planes
+constexpr int A_BLOCKS = 2, B_BLOCKS = 4;       // from these bits on: which 64 lines have such planes
+constexpr u32 ALL_BLOCKS = 0x7c, LAST = 1 << 7; // of the tile
+
+// Which lines of a k-tile have small numbers, in those bits; the levels that any of the cluster has.
+__device__ __forceinline__ u32 small_at(const Params& p, Tile tile, u32 rank, int kt) {
+  const int each_a = p.a_lines / 64, each_b = p.b_lines / 64;
+  const int row = tile.m * CLUSTER * (BM / 64), column = tile.n * (BN / 64);
+  const int* const rows = p.a_small + static_cast<long long>(kt) * each_a;
+  const int* const columns = p.b_small + static_cast<long long>(kt) * each_b;
+  u32 found = 0;
+#pragma unroll
+  for (int i = 0; i < CLUSTER * (BM / 64); ++i) {
+    if (row + i >= each_a || !rows[row + i]) continue;
+    found |= A_LEVEL;
+    if (i / (BM / 64) == rank) found |= 1 << (A_BLOCKS + i % (BM / 64));
+  }
+#pragma unroll
+  for (int i = 0; i < BN / 64; ++i)
+    if (column + i < each_b && columns[column + i]) found |= B_LEVEL | 1 << (B_BLOCKS + i);
+  return found;
+}
+
+// A stage is filled by two threads: load(stage, whether its turn is odd, its barrier, tile, k-tile, what
+// consumers are told).
 template <class Load>
-__device__ __forceinline__ void fill(const Params& p, u32 base, int first, int step, int tiles,
+__device__ __forceinline__ void fill(const Params& p, u32 base, u32 rank, int first, int step, int tiles,
                                      const Load& load) {
+  constexpr u32 kA = 3 << A_BLOCKS;
   int stage = 0;
   u32 odd = 0;
   for (int t = first; t < tiles; t += step) {
     const Tile tile = tile_at(p, t);
     const int begin = tile.slice * p.slice_tiles, end = begin + k_tiles_of(p, tile.slice);
+    u32 next = small_at(p, tile, rank, begin);
 #pragma unroll 1
     for (int kt = begin; kt < end; ++kt) {
-      const u32 full = base + BAR_OFFSET + stage * 8;
-      mbar_wait(full + STAGES * 8, odd ^ 1);  // a fresh barrier counts as "previous phase done"
-      load(stage, odd, full, tile, kt);
-      if (++stage == STAGES) { stage = 0; odd ^= 1; }
+      const u32 small = next, both = small & (A_LEVEL | B_LEVEL);
+      if (kt + 1 < end) next = small_at(p, tile, rank, kt + 1);
+#pragma unroll 1
+      for (u32 levels = 0; levels <= both; ++levels) {
+        if (levels & ~both) continue;
+        u32 told = static_cast<u32>(kt) << 8 | levels;
+        told |= (levels & A_LEVEL ? small : ALL_BLOCKS) & kA;
+        told |= (levels & B_LEVEL ? small : ALL_BLOCKS) & ALL_BLOCKS & ~kA;
+        if (kt + 1 == end && levels == both) told |= LAST;
+        const u32 full = base + BAR_OFFSET + stage * 8;
+        mbar_wait(full + STAGES * 8, odd ^ 1);  // a fresh barrier counts as "previous phase done"
+        load(stage, odd, full, tile, kt, told);
+        if (++stage == STAGES) { stage = 0; odd ^= 1; }
+      }
     }
   }
 }
@@ -116,13 +158,15 @@ __device__ __forceinline__ int row_of(Tile tile, u32 rank) { return (tile.m * CL
 
 __device__ __forceinline__ void fill_planes(const Params& p, u32 base, u32 rank, int first, int step,
                                             int tiles) {
-  fill(p, base, first, step, tiles, [&](int stage, u32, u32 full, Tile tile, int kt) {
+  fill(p, base, rank, first, step, tiles, [&](int stage, u32, u32 full, Tile tile, int kt, u32 told) {
     const u32 to = base + stage * STAGE_BYTES;
+    const TensorMap* const a = p.a + (told & A_LEVEL ? 2 : 0);
+    const TensorMap* const b = p.b + (told & B_LEVEL ? 2 : 0);
     mbar_expect(full, STAGE_BYTES);
 #pragma unroll
     for (int plane = 0; plane < 2; ++plane) {
-      load_a(&p.a[plane], to + plane * A_BYTES, full, row_of(tile, rank), kt * BK);
-      load_b(&p.b[plane], to + 2 * A_BYTES + plane * B_BYTES, full, tile.n * BN, kt * BK, rank);
+      load_a(a + plane, to + plane * A_BYTES, full, row_of(tile, rank), kt * BK);
+      load_b(b + plane, to + 2 * A_BYTES + plane * B_BYTES, full, tile.n * BN, kt * BK, rank);
     }
   });
 }
@@ -130,10 +174,11 @@ __device__ __forceinline__ void fill_planes(const Params& p, u32 base, u32 rank,
 // Those of lines that exist; the last blocks of a cluster may have no rows.
 __device__ __forceinline__ void fill_scales(const Params& p, u32 base, u32 rank, int first, int step,
                                             int tiles) {
-  fill(p, base, first, step, tiles, [&](int stage, u32 odd, u32 full, Tile tile, int kt) {
+  fill(p, base, rank, first, step, tiles, [&](int stage, u32 odd, u32 full, Tile tile, int kt, u32 told) {
     const u32 to = scales_at(base, stage, odd);
     const int row = row_of(tile, rank), column = tile.n * BN;
     const int rows = max(min(BM, p.a_lines - row), 0), columns = min(BN, p.b_lines - column);
+    store_shared32(to + TOLD_OFFSET, told);
     mbar_expect(full, 4 * (rows + columns));
     if (CLUSTER == 1 || rows)
       bulk_load(to, p.a_scales + static_cast<long long>(kt) * p.a_lines + row, full, 4 * rows);
@@ -182,6 +227,17 @@ __device__ __forceinline__ void promote(float (&sum)[BN / 2], const float (&acc)
   }
 }
 
+// acc / 2^29 for each second level of a step's, 0 where there are no such planes.
+__device__ __forceinline__ void put_in_level(float (&acc)[BN / 2], u32 told, int consumer) {
+  constexpr float kLevel = 1.0f / (1 << 29);
+  const float a = told & A_LEVEL ? kLevel : 1.0f, b = told & B_LEVEL ? kLevel : 1.0f;
+#pragma unroll
+  for (int i = 0; i < BN / 2; ++i) {
+    const bool has = told >> (A_BLOCKS + consumer) & told >> (B_BLOCKS + i / 32) & 1;
+    acc[i] = has ? acc[i] * a * b : 0.0f;
+  }
+}
+
 struct Pipe {
   u32 base;
   int consumer, warp, stage;
@@ -218,17 +274,18 @@ struct Pipe {
     return __any_sync(0xffffffffu, found);
   }
 
-  // sum += the products of a k-tile's planes; what read_scales says. Where registers hold both, the
-  // products of high planes are under way while the others are scaled; else they are added to these.
-  __device__ __forceinline__ bool step(float (&sum)[BN / 2]) {
+  // sum += the products of a step's planes; returns what it was told, and what read_scales says. Where
+  // registers hold both, the products of high planes are under way while the others are scaled; else they
+  // are added to these.
+  __device__ __forceinline__ u32 step(float (&sum)[BN / 2], bool& found) {
     constexpr bool kBoth = BN <= 128;
     constexpr float kLow = 1.0f / 2048.0f;
     const u32 at = base + stage * STAGE_BYTES, a_at = at + consumer * (A_BYTES / 2);
     const u64 a = make_desc<A_MN>(a_at), b = make_desc<B_MN>(at + 2 * A_BYTES);
     constexpr u64 kLowA = A_BYTES >> 4, kLowB = B_BYTES >> 4;
     float acc[BN / 2], upper, lower;
-    bool found;
     mbar_wait(base + BAR_OFFSET + stage * 8, phase);
+    const u32 told = load_shared32(scales() + TOLD_OFFSET);
     begin_turn(consumer);
     wgmma_fence();
     multiply<true>(acc, a, b + kLowB);
@@ -241,8 +298,10 @@ struct Pipe {
       end_turn(consumer);
       found = read_scales(upper, lower);
       wgmma_wait<1>();
+      settle(acc);
       scale(acc, kLow * upper, kLow * lower);
       wgmma_wait<0>();
+      settle(high);
       release();
 #pragma unroll
       for (int i = 0; i < BN / 2; ++i) acc[i] = fmaf(high[i], i & 2 ? lower : upper, acc[i]);
@@ -250,6 +309,7 @@ struct Pipe {
       end_turn(consumer);
       found = read_scales(upper, lower);
       wgmma_wait<0>();
+      settle(acc);
       scale(acc, kLow, kLow);
       begin_turn(consumer);
       wgmma_fence();
@@ -257,11 +317,16 @@ struct Pipe {
       wgmma_commit();
       end_turn(consumer);
       wgmma_wait<0>();
+      settle(acc);
       release();
       scale(acc, upper, lower);
     }
+    if (told & (A_LEVEL | B_LEVEL)) {
+      found = false;  // the k-tile's first step had these numbers
+      put_in_level(acc, told, consumer);
+    }
     promote(sum, acc, scales() + 4 * BM + 8 * (lane_id() & 3));
-    return found;
+    return told;
   }
 };
 
@@ -394,13 +459,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) planes_product(const __grid
       const Tile tile = tile_at(p, t);
       const int row = row_of(tile, rank) + consumer * (BM / 2) + warp * 16;
       const Results results{p, row, tile.n * BN, tile.slice};
-      const int begin = tile.slice * p.slice_tiles, end = begin + k_tiles_of(p, tile.slice);
       float sum[BN / 2] = {};
+      u32 told;
 #pragma unroll 1
-      for (int kt = begin; kt < end; ++kt) {
-        if (pipe.step(sum)) results.add_plain(sum, pipe.scales(), kt);
+      do {
+        bool found;
+        told = pipe.step(sum, found);
+        if (found) results.add_plain(sum, pipe.scales(), told >> 8);
         pipe.next();
-      }
+      } while (!(told & LAST));
       results.finish(sum);
     }
   }

@@ -16,7 +16,6 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.linear.cuda.planes import (
-    BY_COLUMNS,
     KERNEL,
     SPLIT_KERNEL,
     SPLIT_THREADS,
@@ -34,30 +33,45 @@ from fastlinear.kernels.cuda.prepared import MAP_BYTES, Block, Plans, Prepared
 from fastlinear.native import cuda_driver as driver
 
 _REMEDY = "Leave the configuration to the model."
-_MATRIX_BYTES = 72
+_MATRIX_BYTES = 96
 _SPLIT_BYTES = 2 * _MATRIX_BYTES + 8
-_MAPS = 4 * MAP_BYTES
-_PRODUCT_BYTES = _MAPS + 8 * 8 + 4 * 8 + 9 * 4
+_MAPS = 8 * MAP_BYTES
+_PRODUCT_BYTES = _MAPS + 10 * 8 + 4 * 8 + 9 * 4
 _SUMS_THREADS = 256
 
 
 class Planes(NamedTuple):
-    """A matrix (rows, columns) of float32 as two of float16."""
+    """A matrix (rows, columns) of float32 as matrices of float16.
 
+    Attributes:
+        numbers: the matrix.
+        high, low: of numbers that are not small beside others of their segment.
+        small_high, small_low: of those that are; not written where there are none.
+        scales: (segments of 64 along K, rows or columns and more); -1 where there are no planes.
+        small: (segments, lines / 64), whether there are small numbers.
+        by_columns: whether K is the dimension of rows.
+    """
+
+    numbers: Tensor
     high: Tensor
     low: Tensor
-    scales: Tensor  # (segments of 64 along K, rows or columns and more); -1 where there are none
-    numbers: Tensor
+    small_high: Tensor
+    small_low: Tensor
+    scales: Tensor
+    small: Tensor
     by_columns: bool
 
 
+_TENSORS = 7  # of a matrix
 _split_plans: Plans[_SplitPlan] = Plans()
 _product_plans: Plans[_ProductPlan] = Plans()
 
 
-def _dense(t: Tensor) -> Tensor:
-    """Its rows side by side."""
-    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+def _side_by_side(t: Tensor, by_columns: bool) -> tuple[Tensor, bool]:
+    """A matrix whose rows are side by side in memory: itself, turned, or a copy."""
+    if t.stride(1) == 1 or t.shape[1] == 1:
+        return t, by_columns
+    return (t.t(), not by_columns) if t.stride(0) == 1 else (t.contiguous(), by_columns)
 
 
 def _up(size: int, step: int) -> int:
@@ -68,25 +82,24 @@ def split(matrices: Sequence[Tensor], by_columns: Sequence[bool]) -> list[Planes
     """Planes of one or two matrices (rows, columns) of float32.
 
     Args:
-        matrices: what to split.
+        matrices: what to split; turned where columns are side by side in memory.
         by_columns: of each, whether K is the dimension of its rows: a scale belongs to 64 numbers
             of a column then, else of a row.
     """
-    matrices = [_dense(t) for t in matrices]
+    laid = [_side_by_side(*pair) for pair in zip(matrices, by_columns, strict=True)]
     given, made = [], []
-    for t, turned in zip(matrices, by_columns, strict=True):
+    for t, turned in laid:
         rows, columns = t.shape
         pitch = _up(columns, 8)
-        high, low = (t.new_empty(rows, pitch, dtype=torch.float16)[:, :columns] for _ in range(2))
+        planes = t.new_empty(4, rows, pitch, dtype=torch.float16)[:, :, :columns]
         k, lines = (rows, columns) if turned else (columns, rows)
-        scales = t.new_empty(_up(k, BK) // BK, _up(lines, BK))
-        made.append(Planes(high, low, scales, t, turned))
-        given += [t, high, low, scales]
-    facts = [
-        (t.shape, t.stride(0), t.data_ptr() % 16, turned)
-        for t, turned in zip(matrices, by_columns, strict=True)
-    ]
-    device = matrices[0].device.index
+        segments, blocks = _up(k, BK) // BK, _up(lines, BK) // BK
+        scales = t.new_empty(segments, blocks * BK)
+        small = t.new_empty(segments, blocks, dtype=torch.int32)
+        made.append(Planes(t, *planes, scales, small, turned))  # type: ignore[call-arg]
+        given += made[-1][:_TENSORS]
+    facts = [(t.shape, t.stride(0), t.data_ptr() % 16, turned) for t, turned in laid]
+    device = laid[0][0].device.index
 
     def plan() -> _SplitPlan:
         with compiled.current(device):
@@ -97,7 +110,7 @@ def split(matrices: Sequence[Tensor], by_columns: Sequence[bool]) -> list[Planes
 
 
 class _SplitPlan:
-    """The launch of ``planes_split.cu``. Tensors: each matrix, its high, low, scales."""
+    """The launch of ``planes_split.cu``. Tensors: those of each matrix."""
 
     def __init__(self, made: Sequence[Planes], device: int) -> None:
         block = Block(_SPLIT_BYTES)
@@ -108,10 +121,10 @@ class _SplitPlan:
             wide = t.data_ptr() % 16 == 0 and (t.stride(0) % 4 == 0 or rows == 1)
             across, lines = _up(columns, BK) // BK, planes.scales.shape[1]
             at = _MATRIX_BYTES * i
-            for j in range(4):
-                block.address(at + 8 * j, 4 * i + j, 15)
+            for j in range(_TENSORS):
+                block.address(at + 8 * j, _TENSORS * i + j, 15)
             table = (rows, columns, planes.high.stride(0), lines, wide, planes.by_columns)
-            block.numbers(at + 32, "q8i", t.stride(0), *map(int, table), first, across)
+            block.numbers(at + 8 * _TENSORS, "q8i", t.stride(0), *map(int, table), first, across)
             first += _up(rows, BK) // BK * across
         block.numbers(2 * _MATRIX_BYTES, "i", len(made))
         kernel = compiled.kernel(split_source(), SPLIT_KERNEL, 0, device)
@@ -122,8 +135,7 @@ class _SplitPlan:
 
 
 class _ProductPlan:
-    """Launches of ``planes.cu``. Tensors: high, low, scales, numbers of a and of b; bias, y,
-    pre, parts."""
+    """Launches of ``planes.cu``. Tensors: those of a and of b; bias, y, pre, parts."""
 
     def __init__(
         self,
@@ -161,24 +173,26 @@ class _ProductPlan:
         block = Block(-(-_PRODUCT_BYTES // 64) * 64)
         for i, (planes, box) in enumerate(((a, 128), (b, config.bn))):
             rows = BK if planes.by_columns else box
-            for j, plane in enumerate(planes[:2]):
+            first = _TENSORS * i
+            for j, plane in enumerate(planes[1:5]):
                 parts = config.cluster if i else 1
                 of = driver.TensorMap(
                     *("float16", plane.shape[0], plane.shape[1], plane.stride(0)),
                     *(rows // parts, 64, plane.data_ptr(), device),
                 )
-                block.map(MAP_BYTES * (2 * i + j), of, 4 * i + j)
-            block.address(_MAPS + 8 * i, 4 * i + 2, 15)
-            block.address(_MAPS + 16 + 8 * i, 4 * i + 3)
+                block.map(MAP_BYTES * (4 * i + j), of, first + 1 + j)
+            block.address(_MAPS + 8 * i, first + 5, 15)
+            block.address(_MAPS + 16 + 8 * i, first + 6)
+            block.address(_MAPS + 32 + 8 * i, first)
             strides = planes.numbers.stride()
             along = (strides[1], strides[0]) if planes.by_columns else strides
-            block.numbers(_MAPS + 64 + 16 * i, "2q", *along)
+            block.numbers(_MAPS + 80 + 16 * i, "2q", *along)
         for i in range(4):  # bias, y, pre, parts
-            block.address(_MAPS + 32 + 8 * i, 8 + i)
+            block.address(_MAPS + 48 + 8 * i, 2 * _TENSORS + i)
         tiles_m, tiles_n = -(-m // (128 * config.cluster)), -(-n // config.bn)
         slices, each = config.slices, slice_tiles(k, config.slices)
         lines = [planes.scales.shape[1] for planes in (a, b)]
-        block.numbers(_MAPS + 96, "9i", m, n, k, slices, each, tiles_m, tiles_n, *lines)
+        block.numbers(_MAPS + 112, "9i", m, n, k, slices, each, tiles_m, tiles_n, *lines)
         return block
 
     def run(self, *given: Tensor | None) -> None:
@@ -237,7 +251,7 @@ def product(
         with compiled.current(device):
             return _ProductPlan(a, b, bias is not None, activation, save_pre, config, device)
 
-    _product_plans.of(key, plan).run(*a[:4], *b[:4], bias, y, pre, parts)
+    _product_plans.of(key, plan).run(*a[:_TENSORS], *b[:_TENSORS], bias, y, pre, parts)
     return y, pre
 
 
@@ -253,18 +267,18 @@ def forward(
         activation: a public activation name.
         save_pre: also return x weightᵀ + bias.
     """
-    a, b = split((x, weight), BY_COLUMNS["forward"])
+    a, b = split((x, weight), (False, False))
     y, pre = product(a, b, bias, activation, save_pre and activation != "none")
     return y, y if save_pre and activation == "none" else pre
 
 
 def grad_input(dpre: Tensor, weight: Tensor) -> Tensor:
     """dx (M, K) = dpre (M, N) weight (N, K)."""
-    a, b = split((dpre, weight), BY_COLUMNS["grad_input"])
+    a, b = split((dpre, weight), (False, True))
     return product(a, b)[0]
 
 
 def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
     """dW (N, K) = dpreᵀ (N, M) x (M, K)."""
-    a, b = split((dpre, x), BY_COLUMNS["grad_weight"])
+    a, b = split((dpre, x), (True, True))
     return product(a, b)[0]

@@ -3,12 +3,15 @@
 //   x = s (h + l / 2^11)
 //
 // s is a power of two for each segment: 64 numbers along K of a line, that is of a row, or of a column
-// where K is the dimension of rows. It puts their largest near 2^15. A number up to 2^29 times smaller
-// keeps 22 bits; below that h and l become coarse together: 2^-50 of the largest is the last step.
+// where K is the dimension of rows. It puts their largest near 2^15. Numbers below s / 2^14 have planes of
+// their own, with a scale of s / 2^29: a number up to 2^58 times smaller than the largest keeps 22 bits,
+// and 2^-79 of the largest is the last step. These planes are written for 64 segments side by side where
+// one has such a number, and `small` says where.
 //
 // Some segments get no planes but zeros, and NO_PLANES in place of s: who multiplies then reads the
 // numbers themselves. They hold an infinity or NaN, or numbers so large or small that sums would leave
-// float32's range before both operands' s are in, or numbers small beside the largest in the mean.
+// float32's range before both operands' s are in, or numbers that lie 2^29 below the largest in the mean, of
+// which two levels might not reach many.
 //
 // A block has 64 rows and 64 columns, 4 by 4 in each thread's registers.
 //
@@ -17,7 +20,7 @@
 constexpr int SEGMENT = 64;
 constexpr float NO_PLANES = -1.0f;
 constexpr int TOP = 14;                // where the largest number goes: 2^14 to 2^15
-constexpr int MEAN_GAP = 24;           // bits the mean number may lie below the largest
+constexpr int LEVEL = 29;              // bits between the levels; the mean number may lie so many below
 constexpr u32 LEAST = 1u << 13;        // the bits of 2^-136
 constexpr u32 MOST = (127 + 90) << 23; // of 2^90
 constexpr int THREADS = 256, FOURS = SEGMENT / 4;
@@ -46,15 +49,19 @@ struct Known {
   // s, or NO_PLANES. That of zeros does not matter.
   __device__ __forceinline__ float scale() const {
     const int top = largest >> 23, count = others >> 16, exponents = others & 0xffff;
-    const bool narrow = top * count - exponents <= MEAN_GAP * count;
+    const bool narrow = top * count - exponents <= LEVEL * count;
     const bool fits = largest - LEAST < MOST - LEAST || !largest;
     return narrow && fits ? __uint_as_float(static_cast<u32>(max(top - TOP, 1)) << 23) : NO_PLANES;
   }
 };
 
-// x / s; of a segment without planes 0, and not NaN.
+// x / s; of segments without planes 0, and not NaN.
 __device__ __forceinline__ float scaled(float x, float s) {
   return s < 0.0f ? 0.0f : x * __uint_as_float((254u << 23) - __float_as_uint(s));
+}
+
+__device__ __forceinline__ float4 scaled(float4 v, float4 s) {
+  return {scaled(v.x, s.x), scaled(v.y, s.y), scaled(v.z, s.z), scaled(v.w, s.w)};
 }
 
 // Two numbers' planes, a pair in a word each.
@@ -65,10 +72,14 @@ __device__ __forceinline__ void split(float x, float y, u32& high, u32& low) {
   low = pack((x - a) * 2048.0f, (y - b) * 2048.0f);
 }
 
+// Of a number on its scale, whether it has planes of the second level.
+__device__ __forceinline__ bool is_small(float x) { return fabsf(x) < 1.0f / (1 << TOP) && x != 0.0f; }
+
 struct Matrix {
   const float* from;           // (rows, columns), columns side by side
-  unsigned short *high, *low;  // (rows, pitch)
+  unsigned short* planes[4];   // (rows, pitch): high, low, and those of the second level
   float* scales;               // (segments, lines), lines a multiple of 64
+  int* small;                  // (segments, lines / 64): whether there are planes of the second level
   long long stride;            // of rows, in numbers
   int rows, columns, pitch, lines;
   int wide;                    // whether rows of numbers begin on 16 bytes, as those of planes do
@@ -83,15 +94,19 @@ struct Matrix {
     return {at(c), at(c + 1), at(c + 2), at(c + 3)};
   }
 
-  // Their planes.
-  __device__ __forceinline__ void put(int row, int c, float4 v, float4 s) const {
+  // Planes of such numbers on their scales: of those of the second level, or of the others.
+  __device__ __forceinline__ void put(int row, int c, float4 v, bool second) const {
     if (row >= rows || c >= columns) return;
+    const auto of_level = [&](float x) {
+      if (is_small(x) != second) return 0.0f;
+      return second ? x * (1 << LEVEL) : x;
+    };
     uint2 h, l;
-    split(scaled(v.x, s.x), scaled(v.y, s.y), h.x, l.x);
-    split(scaled(v.z, s.z), scaled(v.w, s.w), h.y, l.y);
+    split(of_level(v.x), of_level(v.y), h.x, l.x);
+    split(of_level(v.z), of_level(v.w), h.y, l.y);
     const long long at = static_cast<long long>(row) * pitch + c;
-    *reinterpret_cast<uint2*>(high + at) = h;
-    *reinterpret_cast<uint2*>(low + at) = l;
+    *reinterpret_cast<uint2*>(planes[2 * second] + at) = h;
+    *reinterpret_cast<uint2*>(planes[2 * second + 1] + at) = l;
   }
 };
 
@@ -100,18 +115,13 @@ struct Params {
   int matrices;
 };
 
-// Scales of a thread's rows: 16 lanes share them.
-__device__ __forceinline__ float4 of_rows(const float4 (&v)[4]) {
-  float s[4];
+// The scale of a thread's row, which 16 lanes share.
+__device__ __forceinline__ float of_row(float4 v) {
+  Known row{0, 0};
+  row.add(v.x), row.add(v.y), row.add(v.z), row.add(v.w);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    Known row{0, 0};
-    row.add(v[i].x), row.add(v[i].y), row.add(v[i].z), row.add(v[i].w);
-#pragma unroll
-    for (int apart = FOURS / 2; apart; apart /= 2) row.add_across(apart);
-    s[i] = row.scale();
-  }
-  return {s[0], s[1], s[2], s[3]};
+  for (int apart = FOURS / 2; apart; apart /= 2) row.add_across(apart);
+  return row.scale();
 }
 
 // What a thread's rows tell of one of its columns, and those of the other half of the warp.
@@ -132,36 +142,44 @@ extern "C" __global__ void __launch_bounds__(THREADS) planes_split(const __grid_
   const int tile = blockIdx.x - m.first, down = tile / m.across, right = tile - down * m.across;
   const int own = threadIdx.x, four = own % FOURS;
   const int row = down * SEGMENT + own / FOURS * 4, column = right * SEGMENT + 4 * four;
+  const int segment = m.by_columns ? down : right, line = m.by_columns ? right : down;
+  float* const to = m.scales + static_cast<long long>(segment) * m.lines + line * SEGMENT;
   float4 v[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = row + i < m.rows ? m.four(row + i, column) : float4{0, 0, 0, 0};
   if (!m.by_columns) {
-    const float4 s = of_rows(v);
-    if (four == 0)
-      *reinterpret_cast<float4*>(m.scales + static_cast<long long>(right) * m.lines + row) = s;
-    m.put(row, column, v[0], {s.x, s.x, s.x, s.x});
-    m.put(row + 1, column, v[1], {s.y, s.y, s.y, s.y});
-    m.put(row + 2, column, v[2], {s.z, s.z, s.z, s.z});
-    m.put(row + 3, column, v[3], {s.w, s.w, s.w, s.w});
-    return;
-  }
-  const Known columns[4] = {
-      of_warp(v[0].x, v[1].x, v[2].x, v[3].x), of_warp(v[0].y, v[1].y, v[2].y, v[3].y),
-      of_warp(v[0].z, v[1].z, v[2].z, v[3].z), of_warp(v[0].w, v[1].w, v[2].w, v[3].w)};
-  if (own % 32 < FOURS) {
+    const float4 s = {of_row(v[0]), of_row(v[1]), of_row(v[2]), of_row(v[3])};
+    if (four == 0) *reinterpret_cast<float4*>(to + own / FOURS * 4) = s;
+    const float all[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) known[own / 32][4 * four + i] = columns[i];
-  }
-  __syncthreads();
-  if (own < SEGMENT) {
-    Known all = known[0][own];
-    for (int i = 1; i < THREADS / 32; ++i) all.add(known[i][own]);
-    const float s = all.scale();
-    reinterpret_cast<float*>(scales)[own] = s;
-    m.scales[static_cast<long long>(down) * m.lines + right * SEGMENT + own] = s;
-  }
-  __syncthreads();
-  const float4 s = scales[four];
+    for (int i = 0; i < 4; ++i) v[i] = scaled(v[i], {all[i], all[i], all[i], all[i]});
+  } else {
+    const Known columns[4] = {
+        of_warp(v[0].x, v[1].x, v[2].x, v[3].x), of_warp(v[0].y, v[1].y, v[2].y, v[3].y),
+        of_warp(v[0].z, v[1].z, v[2].z, v[3].z), of_warp(v[0].w, v[1].w, v[2].w, v[3].w)};
+    if (own % 32 < FOURS) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) m.put(row + i, column, v[i], s);
+      for (int i = 0; i < 4; ++i) known[own / 32][4 * four + i] = columns[i];
+    }
+    __syncthreads();
+    if (own < SEGMENT) {
+      Known all = known[0][own];
+      for (int i = 1; i < THREADS / 32; ++i) all.add(known[i][own]);
+      to[own] = reinterpret_cast<float*>(scales)[own] = all.scale();
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = scaled(v[i], scales[four]);
+  }
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    m.put(row + i, column, v[i], false);
+    found |= is_small(v[i].x) || is_small(v[i].y) || is_small(v[i].z) || is_small(v[i].w);
+  }
+  found = __syncthreads_or(found);
+  if (own == 0) m.small[static_cast<long long>(segment) * (m.lines / SEGMENT) + line] = found;
+  if (!found) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) m.put(row + i, column, v[i], true);
 }
