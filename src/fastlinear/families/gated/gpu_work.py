@@ -19,9 +19,11 @@ from fastlinear.dispatch.work import Work, flags_of
 from fastlinear.families.gated.cuda.config import config_for
 from fastlinear.families.gated.problem import NAME, PIECES, STEP, has_down
 from fastlinear.families.gated.triton.config import product_config
+from fastlinear.families.linear import gpu_work as linear
 from fastlinear.fastpath.autograd_node import node_work
 
 _FUSED = ("triton", "cuda")
+_LAYER = f"{NAME} layer"
 _KNOWN = ("eager", "elementwise", *_FUSED, "pieces")
 
 
@@ -112,6 +114,8 @@ def _product(
     *flags: str,
     launched: Launched | None = None,
 ) -> tuple[Work, ...]:
+    if kind == _LAYER:
+        return linear.layer(kind, p, m, k, n, layout, *flags)
     tiles, triton = LIBRARY if kind == "torch" else OURS, " triton " in kind
     return tiled(kind, p, m, k, n, layout, *flags, tiles=tiles, triton=triton, launched=launched)
 
@@ -121,7 +125,7 @@ def _rest(p: Problem, backend: str) -> str:
     any backend, priced as one kind."""
     if backend == "cuda" and p.piece == "forward":
         return f"{NAME} cuda"
-    return "torch" if backend == "eager" else f"{NAME} layer"
+    return "torch" if backend == "eager" else _LAYER
 
 
 def _stacked(p: Problem, h: int) -> tuple[int, int]:

@@ -160,6 +160,21 @@ def _planes(p: Problem, m: int, k: int, n: int, layout: str) -> tuple[Work, ...]
     return call(name, 2 + len(sliced)), *found, product
 
 
+def layer(
+    kind: str, p: Problem, m: int, k: int, n: int, layout: str, *flags: str
+) -> tuple[Work, ...]:
+    """A product that linear_act chooses for another family, priced as one kind."""
+    tiles = tiled(kind, p, m, k, n, layout, *flags, tiles=OURS)
+    if p.dtype != "float32" or p.precision != "highest" or capability() != planes.CAPABILITY:
+        return tiles
+    split = bytes_us(p, 2 * (m * k + k * n))
+    us = split + planes.config_for(m, n, k, units()).microseconds(m, n, k, units())
+    if us >= tiles[1].units:
+        return tiles
+    sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
+    return call(f"{kind} planes", 2), Work(f"{kind} planes product", us, sizes, flags)
+
+
 def _row(p: Problem, operand: str) -> int:
     """Numbers between the rows of an operand in memory."""
     m, k, n = _sizes(p)

@@ -103,52 +103,68 @@ constexpr u32 A_LEVEL = 1, B_LEVEL = 2;         // the levels of planes
 constexpr int A_BLOCKS = 2, B_BLOCKS = 4;       // from these bits on: which 64 lines have such planes
 constexpr u32 ALL_BLOCKS = 0x7c, LAST = 1 << 7; // of the tile
 
-// Which lines of a k-tile have small numbers, in those bits; the levels that any of the cluster has.
-__device__ __forceinline__ u32 small_at(const Params& p, Tile tile, u32 rank, int kt) {
-  const int each_a = p.a_lines / 64, each_b = p.b_lines / 64;
-  const int row = tile.m * CLUSTER * (BM / 64), column = tile.n * (BN / 64);
-  const int* const rows = p.a_small + static_cast<long long>(kt) * each_a;
-  const int* const columns = p.b_small + static_cast<long long>(kt) * each_b;
-  u32 found = 0;
+// Whether lines of a k-tile have small numbers: rows of the whole cluster, columns; read, not looked at.
+struct Small {
+  int rows[CLUSTER * (BM / 64)], columns[BN / 64];
+
+  __device__ __forceinline__ void read(const Params& p, Tile tile, int kt) {
+    const int each_a = p.a_lines / 64, each_b = p.b_lines / 64;
+    const int row = tile.m * CLUSTER * (BM / 64), column = tile.n * (BN / 64);
 #pragma unroll
-  for (int i = 0; i < CLUSTER * (BM / 64); ++i) {
-    if (row + i >= each_a || !rows[row + i]) continue;
-    found |= A_LEVEL;
-    if (i / (BM / 64) == rank) found |= 1 << (A_BLOCKS + i % (BM / 64));
+    for (int i = 0; i < CLUSTER * (BM / 64); ++i)
+      rows[i] = row + i < each_a ? p.a_small[static_cast<long long>(kt) * each_a + row + i] : 0;
+#pragma unroll
+    for (int i = 0; i < BN / 64; ++i)
+      columns[i] = column + i < each_b ? p.b_small[static_cast<long long>(kt) * each_b + column + i] : 0;
   }
+
+  // In the bits that consumers are told, with the levels that any of the cluster has.
+  __device__ __forceinline__ u32 bits(u32 rank) const {
+    u32 found = 0;
 #pragma unroll
-  for (int i = 0; i < BN / 64; ++i)
-    if (column + i < each_b && columns[column + i]) found |= B_LEVEL | 1 << (B_BLOCKS + i);
-  return found;
-}
+    for (int i = 0; i < CLUSTER * (BM / 64); ++i) {
+      if (rows[i]) found |= A_LEVEL;
+      if (rows[i] && i / (BM / 64) == rank) found |= 1 << (A_BLOCKS + i % (BM / 64));
+    }
+#pragma unroll
+    for (int i = 0; i < BN / 64; ++i)
+      if (columns[i]) found |= B_LEVEL | 1 << (B_BLOCKS + i);
+    return found;
+  }
+};
 
 // A stage is filled by two threads: load(stage, whether its turn is odd, its barrier, tile, k-tile, what
 // consumers are told).
 template <class Load>
 __device__ __forceinline__ void fill(const Params& p, u32 base, u32 rank, int first, int step, int tiles,
                                      const Load& load) {
-  constexpr u32 kA = 3 << A_BLOCKS;
+  constexpr u32 kA = 3 << A_BLOCKS, kB = ALL_BLOCKS & ~kA, kLevels = A_LEVEL | B_LEVEL;
   int stage = 0;
   u32 odd = 0;
   for (int t = first; t < tiles; t += step) {
     const Tile tile = tile_at(p, t);
     const int begin = tile.slice * p.slice_tiles, end = begin + k_tiles_of(p, tile.slice);
-    u32 next = small_at(p, tile, rank, begin);
+    Small next;
+    next.read(p, tile, begin);
 #pragma unroll 1
     for (int kt = begin; kt < end; ++kt) {
-      const u32 small = next, both = small & (A_LEVEL | B_LEVEL);
-      if (kt + 1 < end) next = small_at(p, tile, rank, kt + 1);
+      const Small small = next;
+      const bool last = kt + 1 == end;
+      if (!last) next.read(p, tile, kt + 1);
+      u32 found = 0;
 #pragma unroll 1
-      for (u32 levels = 0; levels <= both; ++levels) {
-        if (levels & ~both) continue;
+      for (u32 levels = 0; levels <= (found & kLevels); ++levels) {
+        if (levels & ~found) continue;
+        if (levels == 0 && last) found = small.bits(rank);  // others' first steps need not wait for it
         u32 told = static_cast<u32>(kt) << 8 | levels;
-        told |= (levels & A_LEVEL ? small : ALL_BLOCKS) & kA;
-        told |= (levels & B_LEVEL ? small : ALL_BLOCKS) & ALL_BLOCKS & ~kA;
-        if (kt + 1 == end && levels == both) told |= LAST;
+        told |= (levels & A_LEVEL ? found : ALL_BLOCKS) & kA;
+        told |= (levels & B_LEVEL ? found : ALL_BLOCKS) & kB;
+        if (last && levels == (found & kLevels)) told |= LAST;
         const u32 full = base + BAR_OFFSET + stage * 8;
         mbar_wait(full + STAGES * 8, odd ^ 1);  // a fresh barrier counts as "previous phase done"
         load(stage, odd, full, tile, kt, told);
         if (++stage == STAGES) { stage = 0; odd ^= 1; }
+        if (levels == 0 && !last) found = small.bits(rank);
       }
     }
   }

@@ -22,6 +22,7 @@ from fastlinear.kernels.cuda.hopper import ASYNC, BK, SHARED_LIMIT, WORDS, wgmma
 KERNEL, SUMS_KERNEL = "planes_product", "planes_sums"
 SPLIT_KERNEL = "planes_split"
 THREADS, SPLIT_THREADS = 384, 256
+CAPABILITY = (9, 0)
 _MOST_SLICES = 64
 _MOST = 1 << 30  # of each size: coordinates of tiles are 32-bit
 _MOST_NUMBERS = 1 << 29
