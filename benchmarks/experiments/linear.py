@@ -14,6 +14,7 @@ from benchmarks.harness.case import Case
 
 _HEADLINE = ((8192, 768, 3072), (8192, 1024, 4096), (8192, 4096, 4096))
 _SMALL = ((64, 1024, 1024), (1, 4096, 4096))
+_FLOAT32 = ((16384, 1024, 4096), (65536, 256, 256), (8192, 8192, 8192), (1024, 1024, 1024))
 _ODD = ((4096, 4095, 4095), (8192, 770, 3070))
 _DTYPES = ("bfloat16", "float16", "float32")
 _FEW_ROWS = ((1, 1024, 1024), (1, 4096, 4096), (8, 1024, 4096), (16, 4096, 1024), (32, 1024, 4096))
@@ -40,6 +41,8 @@ def _cuda() -> list[Case]:
             found += _pair(*_SMALL[0], dtype, activation)
         for sizes in _ODD:
             found += _pair(*sizes, dtype, "gelu_tanh")
+    for sizes in _FLOAT32:
+        found += _pair(*sizes, "float32", "gelu_tanh")
     return found
 
 

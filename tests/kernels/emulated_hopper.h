@@ -153,8 +153,12 @@ inline u32 __shfl_xor_sync(u32, u32 v, int apart) {
   return __shfl_sync(0, static_cast<int>(v), current % 32 ^ apart);
 }
 
+inline float __shfl_xor_sync(u32, float v, int apart) {
+  return __uint_as_float(__shfl_xor_sync(0, __float_as_uint(v), apart));
+}
+
 inline bool __any_sync(u32, bool v) {
-  int found = v;
+  u32 found = v;
   for (int apart = 1; apart < 32; apart *= 2) found |= __shfl_xor_sync(0, found, apart);
   return found;
 }

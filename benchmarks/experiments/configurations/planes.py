@@ -59,10 +59,13 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
         shape = (size, k) if by_rows else (k, size)
         numbers = normal(place, torch.float32, *shape)
         pitch = -(-shape[1] // 8) * 8
-        high, low = (normal(place, torch.float16, shape[0], pitch) for _ in range(2))
-        scales = torch.ones(-(-k // 64), -(-size // 64) * 64, device=place)
-        planes = high[:, : shape[1]], low[:, : shape[1]], scales
-        return planes_backend.Planes(*planes, numbers, not by_rows)
+        planes = normal(place, torch.float16, 4, shape[0], pitch)[:, :, : shape[1]]
+        high, low, small_high, small_low = planes
+        segments, blocks = -(-k // 64), -(-size // 64)
+        scales = torch.ones(segments, blocks * 64, device=place)
+        small = torch.zeros(segments, blocks, dtype=torch.int32, device=place)
+        given = high, low, small_high, small_low, scales, small
+        return planes_backend.Planes(*given, numbers, None, not by_rows)
 
     ways = of_rows[p["piece"]]
     sets = turns(m * k + k * n + m * n, torch.float32)

@@ -6,7 +6,7 @@ What cannot be seen on a CPU is whether the instructions do what ``emulated_hopp
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 import fastlinear
+from fastlinear.activations.reference import ACTIVATIONS
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import UnsupportedError
+from fastlinear.families.linear import reference
 from fastlinear.families.linear.cuda import planes_backend
 from fastlinear.families.linear.cuda.planes import KERNEL, STAGES, SUMS_KERNEL, Config
+from fastlinear.families.linear.cuda.planes_backend import Planes, Source
 from tests.kernels import emulation
 from tests.kernels.emulation import emulate
 
@@ -40,6 +43,11 @@ def place(request: pytest.FixtureRequest) -> Iterator[None]:
         planes_backend._split_plans.clear()
         planes_backend._product_plans.clear()
         planes_backend._units.cache_clear()
+
+
+def split(matrices: Sequence[Tensor], by_columns: Sequence[bool]) -> list[Planes]:
+    sources = [Source(t, not way, way) for t, way in zip(matrices, by_columns, strict=True)]
+    return planes_backend.split(sources)[0]
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
@@ -70,10 +78,72 @@ def test_products_in_every_layout(m: int, k: int, n: int) -> None:
     check(values(m, k), values(n, k, seed=1), values(m, n, seed=2))
 
 
+def check_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    activation: str = "gelu_tanh",
+    needs: tuple[bool, bool, bool] = (True, True, True),
+) -> None:
+    """Gradients from dy, with a bias of 0, beside what PyTorch's operations and float64 give."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        one, w = x.to(dtype), weight.to(dtype)
+        y, pre = reference.forward(one, w, None, activation, True)
+        saved = {"none": None, "output": y, "pre": pre}[ACTIVATIONS[activation].saved]
+        found.append(reference.backward(dy.to(dtype), saved, one, w, activation, needs))
+        if dtype == torch.float32:
+            ours = planes_backend.backward(dy, saved, x, weight, activation, needs)
+    for own, theirs, oracle, wanted in zip(ours, *found, needs, strict=True):
+        assert (own is None) == (not wanted)
+        if wanted:
+            near(own, theirs, oracle)
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS])
+def test_backward_of_every_activation(activation: str) -> None:
+    check_backward(values(150, 70, seed=2), values(150, 40), values(70, 40, seed=1), activation)
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [(True, False, False), (False, True, False), (False, False, True), (True, True, False)],
+)
+@pytest.mark.parametrize(("m", "k", "n"), [(130, 70, 200), (1, 64, 40), (64, 1, 65), (90, 24, 7)])
+def test_backward_of_some(m: int, k: int, n: int, needs: tuple[bool, bool, bool]) -> None:
+    dy, x, weight = values(m, n, seed=2), values(m, k), values(n, k, seed=1)
+    check_backward(dy, x, weight, "silu", needs)
+    check_backward(dy, x, weight, "none", needs)
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "silu"])
+def test_backward_of_any_layout(activation: str) -> None:
+    dy, x, weight = values(70, 90, seed=2), values(70, 40), values(90, 40, seed=1)
+    check_backward(dy.t().contiguous().t(), x.t().contiguous().t(), weight, activation)
+    check_backward(
+        dy[:, :1].expand(70, 90), x[:, ::2], weight.t().contiguous().t()[:, ::2], activation
+    )
+    check_backward(
+        values(70, 91, seed=2)[:, 1:], values(71 * 40)[1:2801].view(70, 40), weight, activation
+    )
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 2.0**60])
+def test_backward_without_planes(value: float) -> None:
+    """Where numbers are multiplied themselves, those of the gradient are derived again."""
+    dy, x, weight = values(140, 70, seed=2), values(140, 36), values(70, 36, seed=1)
+    for t, at in ((dy, (77, 13)), (x, (20, 30)), (weight, (3, 35))):
+        kept, t[at] = float(t[at]), value
+        check_backward(dy, x, weight, "silu" if t is dy else "relu")
+        t[at] = kept
+    dy[:, ::2] *= 2.0**-40
+    check_backward(dy, x, weight)
+
+
 @pytest.mark.parametrize("slices", [1, 2])
 def test_bias_and_activation(slices: int) -> None:
     x, weight, bias = values(71, 200), values(33, 200, seed=1), values(33, seed=2)
-    a, b = planes_backend.split((x, weight), (False, False))
+    a, b = split((x, weight), (False, False))
     y, pre = planes_backend.product(a, b, bias, "gelu", True, config=Config(slices=slices))
     theirs = torch.nn.functional.linear(x, weight, bias)
     oracle = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
@@ -95,7 +165,7 @@ def test_bias_and_activation(slices: int) -> None:
 def test_every_configuration(config: Config, turned: tuple[bool, bool]) -> None:
     a, b = values(270, 330), values(400, 330, seed=1)
     planes = [
-        planes_backend.split((t.t().contiguous() if by_columns else t,), (by_columns,))[0]
+        split((t.t().contiguous() if by_columns else t,), (by_columns,))[0]
         for t, by_columns in zip((a, b), turned, strict=True)
     ]
     for slices in (1, 2):
@@ -132,9 +202,9 @@ def test_planes_are_the_numbers(m: int, k: int) -> None:
     x = values(m, k) * torch.exp2(values(m, k, seed=1).clamp(-3, 3) * 3)
     x[:, :64] *= 2.0**-100
     x[0, k // 2] = 0
-    for planes in planes_backend.split((x, x), (False, True)):
+    for planes in split((x, x), (False, True)):
         kept = x.t() if planes.by_columns else x
-        high, low = (t.t() if planes.by_columns else t for t in planes[1:3])
+        high, low = (t.t() if planes.by_columns else t for t in planes[:2])
         scales = planes.scales.repeat_interleave(64, 0)[: kept.shape[1], : kept.shape[0]].t()
         assert torch.equal(scales, torch.exp2(scales.log2().round()))
         made = (high.double() + low.double() / 2048) * scales.double()
@@ -153,10 +223,10 @@ def test_which_segments_have_no_planes() -> None:
     for line, segment in ((0, 1), (1, 0), (2, 3), (3, 2), (4, 0)):
         expected[line, segment] = True
     expected[6] = True
-    for planes in planes_backend.split((x, x.t().contiguous()), (False, True)):
+    for planes in split((x, x.t().contiguous()), (False, True)):
         assert torch.equal(planes.scales[:, :9].t() == -1, expected)
         assert (planes.scales[:, :9].t()[~expected] > 0).all()
-        high, low = (t.t() if planes.by_columns else t for t in planes[1:3])
+        high, low = (t.t() if planes.by_columns else t for t in planes[:2])
         without = expected.repeat_interleave(64, 1)[:, :200]
         assert not high[without].any()
         assert not low[without].any()
@@ -233,7 +303,7 @@ def test_infinities_and_nan_come_out_where_pytorch_has_them(slices: int) -> None
     x[7, 3], x[7, 150], x[20, 199], x[149, 64] = (float(v) for v in ("inf", "inf", "nan", "-inf"))
     weight[9, 3], weight[11, 150], weight[69, 64], weight[30, 100] = 0, -1, 0, float("inf")
     x[50] = 0
-    planes = planes_backend.split((x, weight), (False, False))
+    planes = split((x, weight), (False, False))
     config = Config(64, 4, slices=slices)
     ours, _ = planes_backend.product(*planes, bias, "none", config=config)  # type: ignore[misc]
     theirs = torch.nn.functional.linear(x, weight, bias)
@@ -249,7 +319,7 @@ def test_infinities_and_nan_come_out_where_pytorch_has_them(slices: int) -> None
 def test_columns_without_planes(column: int) -> None:
     a, b = values(20, 150), values(192, 150, seed=1)
     b[column, 70] = float("inf")
-    planes = planes_backend.split((a, b), (False, False))
+    planes = split((a, b), (False, False))
     ours, _ = planes_backend.product(*planes, config=Config(192, 2))  # type: ignore[misc]
     assert ours[:, column].isinf().all()
     ours, theirs, oracle = (
@@ -278,7 +348,7 @@ def test_numbers_of_any_size_beside_each_other(wide: str, config: Config, bits: 
         one, other = (a * keep, b) if wide == "b" else (a, b * keep)
         for turned in (False, True):
             given = [t.t().contiguous() if turned else t for t in (one, other)]
-            planes = planes_backend.split(given, (turned, turned))
+            planes = split(given, (turned, turned))
             ours, _ = planes_backend.product(*planes, config=config)  # type: ignore[misc]
             theirs, oracle = one @ other.t(), one.double() @ other.double().t()
             for row in range(0, 150, 7):
@@ -291,7 +361,7 @@ def test_small_numbers_that_meet_small_ones(bn: int) -> None:
     a, b = values(150, 200), values(200, 200, seed=1)
     a[:, 1::3], a[:, 2::3] = a[:, 1::3] * 2.0**-40, 0
     b[:, 1::3], b[:, 0::3] = b[:, 1::3] * 2.0**-35, 0
-    planes = planes_backend.split((a, b), (False, False))
+    planes = split((a, b), (False, False))
     ours, _ = planes_backend.product(*planes, config=Config(bn, STAGES[bn]))  # type: ignore[misc]
     near(ours, a @ b.t(), a.double() @ b.double().t())
 
@@ -311,7 +381,7 @@ def test_numbers_that_begin_anywhere() -> None:
 
 
 def test_an_empty_slice_is_refused() -> None:
-    a, b = planes_backend.split((values(8, 200), values(8, 200, seed=1)), (False, False))
+    a, b = split((values(8, 200), values(8, 200, seed=1)), (False, False))
     with pytest.raises(UnsupportedError, match="the last is empty"):
         planes_backend.product(a, b, config=Config(slices=3))
 
@@ -339,7 +409,7 @@ def test_launches_of_two_threads_take_their_own_addresses(monkeypatch: pytest.Mo
         pytest.skip("of emulated launches")
     config, began, ended = Config(64, 4, slices=2), threading.Event(), threading.Event()
     pairs = {name: (values(40, 200, seed=i), values(30, 200)) for i, name in enumerate("ab")}
-    planes = {name: planes_backend.split(pair, (False, False)) for name, pair in pairs.items()}
+    planes = {name: split(pair, (False, False)) for name, pair in pairs.items()}
     planes_backend.product(*planes["a"], config=config)
     run, found = emulation.Launch.run, {}
 
@@ -382,6 +452,7 @@ def test_many_numbers(m: int, k: int, n: int) -> None:
     ):
         x, weight, dpre = values(m, k), values(n, k, seed=1), values(m, n, seed=2)
         check(make(x), make(weight), make(dpre))
+        check_backward(make(dpre), x, weight, "silu")
 
 
 @pytest.mark.gpu
@@ -390,7 +461,7 @@ def test_many_numbers(m: int, k: int, n: int) -> None:
 @pytest.mark.parametrize("config", [Config(bn, s, 2) for bn, s in STAGES.items()], ids=str)
 @pytest.mark.parametrize("m", [1000, 520])  # of 520 rows the last block has none
 def test_clusters_and_the_same_bits_every_time(config: Config, m: int) -> None:
-    a, b = planes_backend.split((values(m, 700), values(900, 700, seed=1)), (False, False))
+    a, b = split((values(m, 700), values(900, 700, seed=1)), (False, False))
     first, _ = planes_backend.product(a, b, config=config)
     near(first, a.numbers @ b.numbers.t(), a.numbers.double() @ b.numbers.double().t())
     for _ in range(200):
@@ -408,6 +479,7 @@ def test_recorded_in_a_graph() -> None:
             planes_backend.forward(x, weight, None, "none", False)[0],
             planes_backend.grad_input(dpre, weight),
             planes_backend.grad_weight(dpre, x),
+            planes_backend.backward(dpre, dpre, x, weight, "silu", (False, True, True))[1],
         ]
 
     expected = run()
@@ -420,6 +492,9 @@ def test_recorded_in_a_graph() -> None:
     for ours, own in zip(found[:2], expected[:2], strict=True):
         assert torch.equal(ours, own.flip(0))
     near(found[2], dpre.t() @ x, dpre.double().t() @ x.double())
+    given = [t.double() for t in (dpre, dpre, x, weight)]
+    theirs = reference.backward(dpre, dpre, x, weight, "silu", (False, True, True))[1]
+    near(found[3], theirs, reference.backward(*given, "silu", (False, True, True))[1])
 
 
 @pytest.mark.gpu

@@ -295,7 +295,7 @@ FAMILY = register_family(
                     *(NAME, p, "planes", f"{_HERE}.cuda.planes_backend:{p}"),
                     *(_reason_not_planes, _CUDA_SOURCES),
                 )
-                for p in ("forward", "grad_input", "grad_weight")
+                for p in ("forward", "grad_input", "grad_weight", WHOLE_BACKWARD)
             ),
             *(
                 Backend(

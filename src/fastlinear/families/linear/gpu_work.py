@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from fastlinear.core.precision import FLOAT_DTYPES
@@ -58,6 +60,8 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
         return _chosen(p, BACKWARD_PIECES)
     elif backend == "triton":
         made = _in_one_launch(p)
+    elif backend == "planes":
+        made = _planes_backward(p)
     else:
         made = tuple(w for piece in BACKWARD_PIECES for w in _part(p, piece, backend))
     return (*hosts(p, backend, made), *made)
@@ -138,26 +142,54 @@ def _few_rows(kind: str, p: Problem, m: int, k: int, n: int) -> tuple[Work, ...]
     return call(kind), Work(f"{kind} product", us - few_rows_config.start_us(dtype), sizes)
 
 
-_OPERANDS = {"forward": ("x", "w"), "grad_input": ("dpre", "w"), "grad_weight": ("dpre", "x")}
-
-
 def _planes(p: Problem, m: int, k: int, n: int, layout: str) -> tuple[Work, ...]:
     """Both operands split into planes, by rows of memory or by columns, and their product."""
-    name = f"{NAME} planes"
-    found: tuple[Work, ...] = ()
-    turned = layout[0] == "t", layout[1] == "n"  # rows of memory lie along K
-    for operand, by_columns, numbers in zip(
-        _OPERANDS[p.piece], turned, (m * k, k * n), strict=True
-    ):
-        kind = f"{name} split{' by columns' * by_columns}"
-        at = rows_at(p, _row(p, operand))
-        found += (Work(kind, bytes_us(p, 2 * numbers), {"numbers": numbers}, at),)
+    first, second = {
+        "forward": ("x", "w"),
+        "grad_input": ("dpre", "w"),
+        "grad_weight": ("dpre", "x"),
+    }[p.piece]
+    splits = (
+        _split(p, first, m * k, layout[0] == "t"),  # rows of memory lie along K
+        _split(p, second, k * n, layout[1] == "n"),
+    )
+    return call(f"{NAME} planes", 2), *splits, *_product_of_planes(p, m, k, n)
+
+
+def _planes_backward(p: Problem) -> tuple[Work, ...]:
+    """A gradient derived and split both ways, x and the weight split, and both products."""
+    m, k, n = _sizes(p)
+    x, w = _layouts(p)
+    activation = p.option("activation")
+    times = 3 if activation == "none" else 4
+    dpre = Work(
+        f"{NAME} planes split both ways",
+        bytes_us(p, times * m * n),
+        {"numbers": m * n},
+        (*rows_at(p, n), *(("bias",) if p.option("bias") == "yes" else ())),
+        (activation,),
+    )
+    others = _split(p, "w", n * k, w == "t"), _split(p, "x", m * k, x == "n")
+    launches = 3 + (p.option("bias") == "yes")
+    products = *_product_of_planes(p, m, n, k), *_product_of_planes(p, n, m, k)
+    return call(f"{NAME} planes", launches), dpre, *others, *products
+
+
+def _split(p: Problem, operand: str, numbers: int, turned: bool) -> Work:
+    kind = f"{NAME} planes split{' by columns' * turned}"
+    at = rows_at(p, _row(p, operand))
+    return Work(kind, bytes_us(p, 2 * numbers), {"numbers": numbers}, at)
+
+
+def _product_of_planes(p: Problem, m: int, k: int, n: int) -> tuple[Work, ...]:
     config = planes.config_for(m, n, k, units())
     us = config.microseconds(m, n, k, units()) - planes.START_US
     sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
-    sliced = ("sliced",) if config.slices > 1 else ()
-    product = Work(f"{name} product", us, sizes, (f"tile:{config.bn}", *sliced))
-    return call(name, 2 + len(sliced)), *found, product
+    product = Work(f"{NAME} planes product", us, sizes, (f"tile:{config.bn}",))
+    if config.slices == 1:
+        return (product,)
+    sliced = replace(product, flags=(*product.flags, "sliced"))
+    return call(f"{NAME} planes"), sliced
 
 
 def layer(

@@ -22,10 +22,11 @@
 // Every sum is added in one order: results are deterministic.
 //
 // hopper_words.h, activations/cuda.h and hopper_async.h come before this file. Macros from the host: BM
-// (128) BN STAGES CLUSTER GROUP_M A_MN B_MN TURNS SAVE HAS_BIAS ACT, IS_BF16 0, and the functions wgmma
+// (128) BN STAGES CLUSTER GROUP_M A_MN B_MN TURNS SAVE HAS_BIAS DERIVED ACT, IS_BF16 0, and the functions wgmma
 // and wgmma_first for accumulators of BN / 2.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
 //   SAVE 1: `pre` is written beside Y.
+//   DERIVED 1: A is dy act'(saved); the activation is of that, and none of Y.
 
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2;  // of a plane
 constexpr int STAGE_BYTES = 2 * (A_BYTES + B_BYTES);
@@ -42,11 +43,13 @@ struct Params {
   TensorMap a[4], b[4];                  // planes, high first; then those of small numbers
   const float *a_scales, *b_scales;      // (k-tiles, a_lines), (k-tiles, b_lines)
   const int *a_small, *b_small;          // (k-tiles, lines / 64): whether there are small numbers
-  const float *a_plain, *b_plain;        // the numbers themselves
+  const float *a_plain, *b_plain;        // the numbers themselves; of A dy, where it is derived
+  const float* a_saved;
   const float* bias;                     // (N) or null
   float *y, *pre;                        // (M, N) dense
   float* parts;                          // (slices, M, N), where there are several
   long long a_strides[2], b_strides[2];  // of the numbers: along M (N), along K
+  long long saved_strides[2];
   int M, N, K, slices, slice_tiles;      // slice_tiles: k-tiles of a slice
   int tiles_m, tiles_n;                  // of CLUSTER * BM rows, of BN columns
   int a_lines, b_lines;                  // M, N and more, a multiple of 64
@@ -357,6 +360,11 @@ struct Results {
   const Params& p;
   int row, column, slice;
 
+  __device__ __forceinline__ float number_of_a(int r, int k) const {
+    const float x = p.a_plain[r * p.a_strides[0] + k * p.a_strides[1]];
+    return DERIVED ? graded(x, p.a_saved[r * p.saved_strides[0] + k * p.saved_strides[1]]) : x;
+  }
+
   // sum += the numbers' own products along a k-tile, where a row or a column has no planes there. Places
   // are worked out again at each k: they would not all fit in registers.
   __device__ __forceinline__ void add_plain(float (&sum)[BN / 2], u32 scales, int k_tile) const {
@@ -383,7 +391,7 @@ struct Results {
       float a[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        a[h] = p.a_plain[min(r + 8 * h, p.M - 1) * p.a_strides[0] + k * p.a_strides[1]];
+        a[h] = number_of_a(min(r + 8 * h, p.M - 1), k);
 #pragma unroll
       for (int i = 0; i < BN / 4; ++i) {
         const int n = min(c + 8 * (i >> 1) + (i & 1), p.N - 1), at = 4 * (i >> 1) + (i & 1);
@@ -434,7 +442,7 @@ struct Results {
         for (int i = 4 * j; HAS_BIAS && i < 4 * j + 16; ++i) sum[i] += bias[i / 4 * 2 + i % 2];
         if (SAVE) store(p.pre, sum, j, pairs);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 16; ++i) sum[i] = act(sum[i]);
+        for (int i = 4 * j; !DERIVED && i < 4 * j + 16; ++i) sum[i] = act(sum[i]);
       }
       store(to, sum, j, pairs);
     }
@@ -503,5 +511,5 @@ extern "C" __global__ void __launch_bounds__(256) planes_sums(const __grid_const
   for (int i = 0; i < p.slices; ++i) v += p.parts[i * all + at];
   if (HAS_BIAS) v += p.bias[at % p.N];
   if (SAVE) p.pre[at] = v;
-  p.y[at] = act(v);
+  p.y[at] = DERIVED ? v : act(v);
 }

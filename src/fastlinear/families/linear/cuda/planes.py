@@ -20,7 +20,7 @@ from fastlinear.dispatch.backend import why_no_hopper
 from fastlinear.kernels.cuda.hopper import ASYNC, BK, SHARED_LIMIT, WORDS, wgmma_source
 
 KERNEL, SUMS_KERNEL = "planes_product", "planes_sums"
-SPLIT_KERNEL = "planes_split"
+SPLIT_KERNEL, BIAS_KERNEL = "planes_split", "planes_bias"
 THREADS, SPLIT_THREADS = 384, 256
 CAPABILITY = (9, 0)
 _MOST_SLICES = 64
@@ -98,7 +98,13 @@ class Config:
 
 
 def source(
-    config: Config, activation: str, has_bias: bool, save_pre: bool, a_mn: bool, b_mn: bool
+    config: Config,
+    activation: str,
+    has_bias: bool,
+    save_pre: bool,
+    a_mn: bool,
+    b_mn: bool,
+    derived: bool = False,
 ) -> str:
     """The complete CUDA C++ source of one specialisation of ``planes.cu``."""
     macros = {
@@ -112,6 +118,7 @@ def source(
         "B_MN": int(b_mn),
         "SAVE": int(save_pre),
         "HAS_BIAS": int(has_bias),
+        "DERIVED": int(derived),
         "IS_BF16": 0,
         **cuda_macros("tail", activation),
     }
@@ -122,10 +129,13 @@ def source(
     )
 
 
-def split_source() -> str:
-    """The complete CUDA C++ source of ``planes_split.cu``."""
-    texts = [path.read_text() for path in (WORDS, _HERE.with_name("planes_split.cu"))]
-    return "".join(("#define IS_BF16 0\n", *texts))
+@cache
+def split_source(activation: str = "none") -> str:
+    """The complete CUDA C++ source of ``planes_split.cu``, with the activation of gradients."""
+    macros = {"IS_BF16": 0, **cuda_macros("tail", activation)}
+    parts = WORDS, CUDA_HEADER, ASYNC, _HERE.with_name("planes_split.cu")
+    defines = (f"#define {k} {v}\n" for k, v in macros.items())
+    return "".join((*defines, *(p.read_text() for p in parts)))
 
 
 STAGES = {64: 4, 128: 3, 192: 2}

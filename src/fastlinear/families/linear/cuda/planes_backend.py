@@ -16,6 +16,7 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.linear.cuda.planes import (
+    BIAS_KERNEL,
     KERNEL,
     SPLIT_KERNEL,
     SPLIT_THREADS,
@@ -33,105 +34,203 @@ from fastlinear.kernels.cuda.prepared import MAP_BYTES, Block, Plans, Prepared
 from fastlinear.native import cuda_driver as driver
 
 _REMEDY = "Leave the configuration to the model."
-_MATRIX_BYTES = 96
-_SPLIT_BYTES = 2 * _MATRIX_BYTES + 8
+_SIDE_BYTES = 7 * 8
+_MATRIX_BYTES = 3 * 8 + 2 * _SIDE_BYTES + 2 * 8 + 6 * 4
+_MOST_MATRICES = 3
+_SPLIT_BYTES = _MOST_MATRICES * _MATRIX_BYTES + 8
 _MAPS = 8 * MAP_BYTES
-_PRODUCT_BYTES = _MAPS + 10 * 8 + 4 * 8 + 9 * 4
-_SUMS_THREADS = 256
+_PRODUCT_BYTES = _MAPS + 11 * 8 + 6 * 8 + 9 * 4
+_SUMS_THREADS, _BIAS_COLUMNS = 256, 32
 
 
 class Planes(NamedTuple):
-    """A matrix (rows, columns) of float32 as matrices of float16.
+    """A matrix (rows, columns) of float32 as matrices of float16, one way.
 
     Attributes:
-        numbers: the matrix.
         high, low: of numbers that are not small beside others of their segment.
         small_high, small_low: of those that are; not written where there are none.
         scales: (segments of 64 along K, rows or columns and more); -1 where there are no planes.
         small: (segments, lines / 64), whether there are small numbers.
+        numbers: the matrix, or dy of the gradient that it is.
+        saved: what the activation of that saved; None of a matrix.
         by_columns: whether K is the dimension of rows.
+        activation: of the gradient.
     """
 
-    numbers: Tensor
     high: Tensor
     low: Tensor
     small_high: Tensor
     small_low: Tensor
     scales: Tensor
     small: Tensor
+    numbers: Tensor
+    saved: Tensor | None
     by_columns: bool
+    activation: str = "none"
+
+    @property
+    def made(self) -> tuple[Tensor, ...]:
+        """What is split into."""
+        planes = self.high, self.low, self.small_high, self.small_low
+        return *planes, self.scales, self.small
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of it."""
+        return *self.made, self.numbers, self.saved
 
 
-_TENSORS = 7  # of a matrix
+_TENSORS, _OF_SIDE = 8, 6  # of Planes; of these, made
+
+
+class Source(NamedTuple):
+    """What is to be split.
+
+    Attributes:
+        numbers: (rows, columns) of float32.
+        by_rows, by_columns: which ways; by columns a scale belongs to 64 numbers of a column.
+        saved: of a gradient dy act'(saved), with dy the numbers; (rows, columns).
+        activation: its activation.
+        summed: whether its sums over rows are wanted.
+    """
+
+    numbers: Tensor
+    by_rows: bool = False
+    by_columns: bool = False
+    saved: Tensor | None = None
+    activation: str = "none"
+    summed: bool = False
+
+
 _split_plans: Plans[_SplitPlan] = Plans()
 _product_plans: Plans[_ProductPlan] = Plans()
 
 
-def _side_by_side(t: Tensor, by_columns: bool) -> tuple[Tensor, bool]:
+def _side_by_side(source: Source) -> Source:
     """A matrix whose rows are side by side in memory: itself, turned, or a copy."""
-    if t.stride(1) == 1 or t.shape[1] == 1:
-        return t, by_columns
-    return (t.t(), not by_columns) if t.stride(0) == 1 else (t.contiguous(), by_columns)
+    t = source.numbers
+    if source.saved is None and not source.summed and t.stride(0) == 1 < t.stride(1) and len(t) > 1:
+        return Source(t.t(), source.by_columns, source.by_rows)
+    saved = source.saved
+    return source._replace(numbers=_dense(t), saved=None if saved is None else _dense(saved))
+
+
+def _dense(t: Tensor) -> Tensor:
+    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
 
 
 def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def split(matrices: Sequence[Tensor], by_columns: Sequence[bool]) -> list[Planes]:
-    """Planes of one or two matrices (rows, columns) of float32.
+def split(sources: Sequence[Source]) -> tuple[list[Planes], Tensor | None]:
+    """Planes of up to three matrices in one launch, by rows before by columns; a bias' gradient.
 
     Args:
-        matrices: what to split; turned where columns are side by side in memory.
-        by_columns: of each, whether K is the dimension of its rows: a scale belongs to 64 numbers
-            of a column then, else of a row.
+        sources: what to split; turned where columns are side by side in memory. The first one may
+            be a gradient.
     """
-    laid = [_side_by_side(*pair) for pair in zip(matrices, by_columns, strict=True)]
-    given, made = [], []
-    for t, turned in laid:
-        rows, columns = t.shape
-        pitch = _up(columns, 8)
-        planes = t.new_empty(4, rows, pitch, dtype=torch.float16)[:, :, :columns]
-        k, lines = (rows, columns) if turned else (columns, rows)
-        segments, blocks = _up(k, BK) // BK, _up(lines, BK) // BK
-        scales = t.new_empty(segments, blocks * BK)
-        small = t.new_empty(segments, blocks, dtype=torch.int32)
-        made.append(Planes(t, *planes, scales, small, turned))  # type: ignore[call-arg]
-        given += made[-1][:_TENSORS]
-    facts = [(t.shape, t.stride(0), t.data_ptr() % 16, turned) for t, turned in laid]
-    device = laid[0][0].device.index
+    laid = [_side_by_side(source) for source in sources]
+    first = laid[0]
+    made: list[Planes] = []
+    given: list[Tensor | None] = []
+    for one in laid:
+        ways = (False,) * one.by_rows + (True,) * one.by_columns
+        sides = [_side(one, by_columns) for by_columns in ways]
+        made += sides
+        padding = (None,) * _OF_SIDE
+        by_rows = sides[0].made if one.by_rows else padding
+        by_columns = sides[-1].made if one.by_columns else padding
+        given += [one.numbers, one.saved, *by_rows, *by_columns]
+    sums = bias = None
+    if first.summed:
+        rows, columns = first.numbers.shape
+        sums = first.numbers.new_empty(_up(rows, BK) // BK, columns)
+        bias = first.numbers.new_empty(columns)
+    device = first.numbers.device.index
 
     def plan() -> _SplitPlan:
         with compiled.current(device):
-            return _SplitPlan(made, device)
+            return _SplitPlan(laid, made, device)
 
-    _split_plans.of((device, *facts), plan).run(*given)
-    return made
+    _split_plans.of((device, *map(_facts, laid)), plan).run(*given, sums, bias)
+    return made, bias
+
+
+def _facts(source: Source) -> tuple[object, ...]:
+    numbers, *ways, saved, activation, summed = source
+    kept = None if saved is None else (saved.stride(0), saved.data_ptr() % 16)
+    lie = numbers.shape, numbers.stride(0), numbers.data_ptr() % 16
+    return (*lie, *ways, kept, activation, summed)
+
+
+def _side(source: Source, by_columns: bool) -> Planes:
+    t = source.numbers
+    rows, columns = t.shape
+    planes = t.new_empty(4, rows, _up(columns, 8), dtype=torch.float16)[:, :, :columns]
+    k, lines = (rows, columns) if by_columns else (columns, rows)
+    segments, blocks = _up(k, BK) // BK, _up(lines, BK) // BK
+    scales = t.new_empty(segments, blocks * BK)
+    small = t.new_empty(segments, blocks, dtype=torch.int32)
+    high, low, small_high, small_low = planes
+    of = (t, source.saved, by_columns, source.activation)
+    return Planes(high, low, small_high, small_low, scales, small, *of)
 
 
 class _SplitPlan:
-    """The launch of ``planes_split.cu``. Tensors: those of each matrix."""
+    """Launches of ``planes_split.cu``. Tensors: of each matrix numbers, saved and what is made by
+    rows and by columns; sums, the bias' gradient."""
 
-    def __init__(self, made: Sequence[Planes], device: int) -> None:
-        block = Block(_SPLIT_BYTES)
-        first = 0
-        for i, planes in enumerate(made):
-            t = planes.numbers
+    def __init__(self, sources: Sequence[Source], made: Sequence[Planes], device: int) -> None:
+        text = split_source(sources[0].activation)
+        block, first = Block(_SPLIT_BYTES), 0
+        each, last = 2 + 2 * _OF_SIDE, len(sources) * (2 + 2 * _OF_SIDE)
+        for i, one in enumerate(sources):
+            t, saved = one.numbers, one.saved
             rows, columns = t.shape
-            wide = t.data_ptr() % 16 == 0 and (t.stride(0) % 4 == 0 or rows == 1)
-            across, lines = _up(columns, BK) // BK, planes.scales.shape[1]
-            at = _MATRIX_BYTES * i
-            for j in range(_TENSORS):
-                block.address(at + 8 * j, _TENSORS * i + j, 15)
-            table = (rows, columns, planes.high.stride(0), lines, wide, planes.by_columns)
-            block.numbers(at + 8 * _TENSORS, "q8i", t.stride(0), *map(int, table), first, across)
+            wide = all(
+                u is None or (u.data_ptr() % 16 == 0 and (u.stride(0) % 4 == 0 or rows == 1))
+                for u in (t, saved)
+            )
+            across = _up(columns, BK) // BK
+            at, tensor = _MATRIX_BYTES * i, each * i
+            for j in range(2):
+                block.address(at + 8 * j, tensor + j, 15)
+            if one.summed:
+                block.address(at + 16, last)
+            for way, (wanted, lines) in enumerate(((one.by_rows, rows), (one.by_columns, columns))):
+                side, of_side = at + 24 + _SIDE_BYTES * way, tensor + 2 + _OF_SIDE * way
+                for j in range(_OF_SIDE if wanted else 0):
+                    block.address(side + 8 * j, of_side + j, 15)
+                block.numbers(side + 8 * _OF_SIDE, "q", _up(lines, BK))
+            strides = t.stride(0), 0 if saved is None else saved.stride(0)
+            table = rows, columns, _up(columns, 8), int(wide), first, across
+            block.numbers(at + 24 + 2 * _SIDE_BYTES, "2q6i", *strides, *table)
             first += _up(rows, BK) // BK * across
-        block.numbers(2 * _MATRIX_BYTES, "i", len(made))
-        kernel = compiled.kernel(split_source(), SPLIT_KERNEL, 0, device)
-        launch = driver.Launch(kernel, SPLIT_THREADS, 1, [block.argument])  # type: ignore[list-item]
-        launch.set_grid(first)
-        launch.begin_early()
-        self.run = Prepared(launch, device, block.places, block.masks)
+        block.numbers(_MOST_MATRICES * _MATRIX_BYTES, "i", len(sources))
+        self._runs = [_prepared(text, SPLIT_KERNEL, block, SPLIT_THREADS, first, device)]
+        if sources[0].summed:
+            rows, columns = sources[0].numbers.shape
+            block = Block(24)
+            block.address(0, last)
+            block.address(8, last + 1)
+            block.numbers(16, "2i", _up(rows, BK) // BK, columns)
+            blocks = -(-columns // _BIAS_COLUMNS)
+            self._runs.append(_prepared(text, BIAS_KERNEL, block, SPLIT_THREADS, blocks, device))
+
+    def run(self, *given: Tensor | None) -> None:
+        """All launches."""
+        for launch in self._runs:
+            launch(*given)
+
+
+def _prepared(
+    text: str, name: str, block: Block, threads: int, blocks: int, device: int
+) -> Prepared:
+    launch = driver.Launch(compiled.kernel(text, name, 0, device), threads, 1, [block.argument])  # type: ignore[list-item]
+    launch.set_grid(blocks)
+    launch.begin_early()
+    return Prepared(launch, device, block.places, block.masks)
 
 
 class _ProductPlan:
@@ -149,7 +248,11 @@ class _ProductPlan:
     ) -> None:
         self._sizes = *_sides(a), _sides(b)[0]
         m, _, n = self._sizes
-        text = source(config, activation, biased, save_pre, a.by_columns, b.by_columns)
+        derived = a.saved is not None
+        if derived:
+            activation = a.activation
+        ways = a.by_columns, b.by_columns
+        text = source(config, activation, biased, save_pre, *ways, derived)
         block = self._block(a, b, config, device)
         kernel = compiled.kernel(text, KERNEL, config.shared_bytes, device)
         launch = driver.Launch(kernel, THREADS, config.cluster, [block.argument])  # type: ignore[list-item]
@@ -160,13 +263,8 @@ class _ProductPlan:
         self._runs = [Prepared(launch, device, block.places, block.masks)]
         if config.slices > 1:
             block = self._block(a, b, config, device)  # each launch has memory of its own
-            sums = driver.Launch(
-                *(compiled.kernel(text, SUMS_KERNEL, 0, device), _SUMS_THREADS, 1),
-                [block.argument],  # type: ignore[list-item]
-            )
-            sums.set_grid(-(-m * n // _SUMS_THREADS))
-            sums.begin_early()
-            self._runs.append(Prepared(sums, device, block.places, block.masks))
+            blocks = -(-m * n // _SUMS_THREADS)
+            self._runs.append(_prepared(text, SUMS_KERNEL, block, _SUMS_THREADS, blocks, device))
 
     def _block(self, a: Planes, b: Planes, config: Config, device: int) -> Block:
         m, k, n = self._sizes
@@ -174,25 +272,25 @@ class _ProductPlan:
         for i, (planes, box) in enumerate(((a, 128), (b, config.bn))):
             rows = BK if planes.by_columns else box
             first = _TENSORS * i
-            for j, plane in enumerate(planes[1:5]):
+            for j, plane in enumerate(planes[:4]):
                 parts = config.cluster if i else 1
                 of = driver.TensorMap(
                     *("float16", plane.shape[0], plane.shape[1], plane.stride(0)),
                     *(rows // parts, 64, plane.data_ptr(), device),
                 )
-                block.map(MAP_BYTES * (4 * i + j), of, first + 1 + j)
-            block.address(_MAPS + 8 * i, first + 5, 15)
-            block.address(_MAPS + 16 + 8 * i, first + 6)
-            block.address(_MAPS + 32 + 8 * i, first)
-            strides = planes.numbers.stride()
-            along = (strides[1], strides[0]) if planes.by_columns else strides
-            block.numbers(_MAPS + 80 + 16 * i, "2q", *along)
+                block.map(MAP_BYTES * (4 * i + j), of, first + j)
+            for j in range(3):  # scales, small, numbers
+                block.address(_MAPS + 16 * j + 8 * i, first + 4 + j, 15 if j == 0 else 1)
+            block.numbers(_MAPS + 88 + 16 * i, "2q", *_along(planes.numbers, planes.by_columns))
+        if a.saved is not None:
+            block.address(_MAPS + 48, 7)
+            block.numbers(_MAPS + 120, "2q", *_along(a.saved, a.by_columns))
         for i in range(4):  # bias, y, pre, parts
-            block.address(_MAPS + 48 + 8 * i, 2 * _TENSORS + i)
+            block.address(_MAPS + 56 + 8 * i, 2 * _TENSORS + i)
         tiles_m, tiles_n = -(-m // (128 * config.cluster)), -(-n // config.bn)
         slices, each = config.slices, slice_tiles(k, config.slices)
         lines = [planes.scales.shape[1] for planes in (a, b)]
-        block.numbers(_MAPS + 112, "9i", m, n, k, slices, each, tiles_m, tiles_n, *lines)
+        block.numbers(_MAPS + 136, "9i", m, n, k, slices, each, tiles_m, tiles_n, *lines)
         return block
 
     def run(self, *given: Tensor | None) -> None:
@@ -205,6 +303,12 @@ def _sides(planes: Planes) -> tuple[int, int]:
     """Sizes along M (N) and along K."""
     rows, columns = planes.numbers.shape
     return (columns, rows) if planes.by_columns else (rows, columns)
+
+
+def _along(t: Tensor, by_columns: bool) -> tuple[int, int]:
+    """Strides along M (N) and along K."""
+    rows, columns = t.stride()
+    return (columns, rows) if by_columns else (rows, columns)
 
 
 @cache
@@ -245,13 +349,14 @@ def product(
     pre = a.numbers.new_empty(m, n) if save_pre else None
     parts = a.numbers.new_empty(config.slices, m, n) if config.slices > 1 else None
     facts = [(p.numbers.shape, p.numbers.stride(), p.by_columns) for p in (a, b)]
-    key = (*facts, bias is None, activation, save_pre, config, device)
+    saved = None if a.saved is None else (a.saved.stride(), a.activation)
+    key = (*facts, saved, bias is None, activation, save_pre, config, device)
 
     def plan() -> _ProductPlan:
         with compiled.current(device):
             return _ProductPlan(a, b, bias is not None, activation, save_pre, config, device)
 
-    _product_plans.of(key, plan).run(*a[:_TENSORS], *b[:_TENSORS], bias, y, pre, parts)
+    _product_plans.of(key, plan).run(*a.tensors, *b.tensors, bias, y, pre, parts)
     return y, pre
 
 
@@ -267,18 +372,51 @@ def forward(
         activation: a public activation name.
         save_pre: also return x weightᵀ + bias.
     """
-    a, b = split((x, weight), (False, False))
+    (a, b), _ = split((Source(x, by_rows=True), Source(weight, by_rows=True)))
     y, pre = product(a, b, bias, activation, save_pre and activation != "none")
     return y, y if save_pre and activation == "none" else pre
 
 
 def grad_input(dpre: Tensor, weight: Tensor) -> Tensor:
     """dx (M, K) = dpre (M, N) weight (N, K)."""
-    a, b = split((dpre, weight), (False, True))
+    (a, b), _ = split((Source(dpre, by_rows=True), Source(weight, by_columns=True)))
     return product(a, b)[0]
 
 
 def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
     """dW (N, K) = dpreᵀ (N, M) x (M, K)."""
-    a, b = split((dpre, x), (True, True))
+    (a, b), _ = split((Source(dpre, by_columns=True), Source(x, by_columns=True)))
     return product(a, b)[0]
+
+
+def backward(
+    dy: Tensor,
+    saved: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    activation: str,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx (M, K), dW (N, K), db (N,)), each None where not wanted; dpre is never written.
+
+    Args:
+        dy: (M, N) float32, M > 0.
+        saved: (M, N), what the activation saved; None for ``"none"``.
+        x: (M, K).
+        weight: (N, K).
+        activation: a public activation name.
+        needs: which of the three are wanted.
+    """
+    if not any(needs):
+        return None, None, None
+    kept = None if activation == "none" else saved
+    of = activation if kept is not None else "none"
+    sources = [Source(dy, needs[0], needs[1], kept, of, needs[2])]
+    sources += [Source(weight, by_columns=True)] * needs[0] + [Source(x, by_columns=True)] * needs[
+        1
+    ]
+    made, db = split(sources)
+    gradients, others = made[: needs[0] + needs[1]], made[needs[0] + needs[1] :]
+    found = [product(a, b)[0] for a, b in zip(gradients, others, strict=True)]
+    dw = found.pop() if needs[1] else None
+    return found[0] if needs[0] else None, dw, db
