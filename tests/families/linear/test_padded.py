@@ -149,7 +149,7 @@ def test_what_was_measured_of_the_pieces_comes_before_a_prediction(
     few = {q.piece for q in selection.tuning_order(posed(8192, 4096, 4096, needs_grad=True))}
     assert "backward" not in few
 
-    def chosen(q: Any, forced: str | None = None) -> Any:
+    def chosen(q: Any, forced: str | None = None, **_: Any) -> Any:
         name, source = forced or "eager", "tuned" if measured else "predicted"
         if q.piece == "backward":
             name, source = "padded", "predicted"

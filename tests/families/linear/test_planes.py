@@ -31,6 +31,9 @@ _GPU = pytest.mark.skipif(
 )
 
 
+_EMULATED = ("relu", "gelu", "sine", "softplus")
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, _GPU])], autouse=True)
 def place(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where tensors lie; on a CPU launches are emulated."""
@@ -102,6 +105,8 @@ def check_backward(
 
 @pytest.mark.parametrize("activation", [*ACTIVATIONS])
 def test_backward_of_every_activation(activation: str) -> None:
+    if torch.empty(0).is_cpu and activation not in _EMULATED:
+        pytest.skip("emulated kernels are compiled one by one")
     check_backward(values(150, 70, seed=2), values(150, 40), values(70, 40, seed=1), activation)
 
 

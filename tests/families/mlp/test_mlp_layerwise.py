@@ -131,9 +131,9 @@ def test_tuning_begins_with_the_choices_it_takes(
     )
     asked = []
 
-    def select(q: Problem) -> Choice:
+    def select(q: Problem, *, ready: bool = True) -> Choice:
         asked.append(q)
-        return choose(q)
+        return choose(q, ready=ready)
 
     choose = layerwise.select
     for module in (layerwise, linear_act_selection):

@@ -11,6 +11,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import Choice, select
 from fastlinear.families.linear import padded_problem
 from fastlinear.families.linear import problem as posed
+from fastlinear.families.linear.cuda import planes
 from fastlinear.families.linear.triton.config import whole_backward_may_pay
 
 
@@ -42,17 +43,17 @@ def select_pieces(p: Problem) -> tuple[Choice, ...]:
     return (select(p.with_piece("forward")), *select_backward(p))
 
 
-def select_backward(p: Problem) -> tuple[Choice, ...]:
-    """The same for the backward alone.
+def select_backward(p: Problem, *, ready: bool = True) -> tuple[Choice, ...]:
+    """The same for the backward alone; ``ready`` as for ``select``.
 
     It is one choice where one backend computes all of it fastest; its pieces are PyTorch's own
     where PyTorch's sequence of them is. What was measured of the pieces comes before a prediction.
     """
-    whole = select(p.with_piece(posed.WHOLE_BACKWARD))
+    whole = select(p.with_piece(posed.WHOLE_BACKWARD), ready=ready)
     one = whole.backend.name not in ("pieces", "eager")
     if one and whole.source == "tuned":
         return (whole,)
-    chosen = tuple(select(p.with_piece(piece)) for piece in posed.BACKWARD_PIECES)
+    chosen = tuple(select(p.with_piece(piece), ready=ready) for piece in posed.BACKWARD_PIECES)
     if one and any(c.source != "tuned" for c in chosen):
         return (whole,)
     if one or whole.backend.name == "pieces" or whole.source == "predicted":
@@ -71,10 +72,13 @@ def tuning_order(p: Problem) -> tuple[Problem, ...]:
 
 
 def whole_is_measured(p: Problem) -> bool:
-    """Whether tuning looks at the whole backward as one choice: small or odd layers on a GPU."""
+    """Whether tuning looks at the whole backward as one choice: on a GPU, of small or odd layers
+    and where planes serve."""
+    if p.device != "cuda":
+        return False
     m, k, n = (p.dim(name) for name in ("M", "K", "N"))
     small_or_odd = whole_backward_may_pay(m, k, n) or padded_problem.reason_not(p) is None
-    return p.device == "cuda" and small_or_odd
+    return small_or_odd or planes.reason_not(p) is None
 
 
 def problem_of(

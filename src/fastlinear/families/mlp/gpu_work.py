@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from math import ceil
 
@@ -24,13 +23,13 @@ from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, call, flags_of
 from fastlinear.families.linear import gpu_work as linear
 from fastlinear.families.linear import problem as linear_act
+from fastlinear.families.linear.selection import select_backward
 from fastlinear.families.mlp import layerwise
 from fastlinear.families.mlp.cuda import choice, rows, tasks
 from fastlinear.families.mlp.problem import NAME, PIECES, STEP, widths_of
 from fastlinear.families.mlp.triton import config as triton
 from fastlinear.fastpath.autograd_node import node_work
 
-_OF_LAYERS = {"forward": ("forward",), "backward": linear_act.BACKWARD_PIECES}
 _BLOCK_SHARE = 0.3  # of a multiprocessor's rate of products
 _RESULTS = 4e4  # of a multiprocessor in a microsecond
 
@@ -193,18 +192,22 @@ def _layers(p: Problem, backend: str) -> tuple[Work, ...]:
     found: tuple[Work, ...] = ()
     known: dict[Problem, tuple[Work, ...]] = {}  # of equal layers one is looked at
     for layer in layerwise.layers_of(p):
-        for piece in _OF_LAYERS[p.piece]:
-            q = replace(layer, piece=piece)
-            if q not in known:
-                known[q] = _layer(q, backend)
-            found += known[q]
+        if layer not in known:
+            known[layer] = _layer(layer, p.piece == "backward", backend)
+        found += known[layer]
     return found
 
 
-def _layer(q: Problem, backend: str) -> tuple[Work, ...]:
+def _layer(layer: Problem, backward: bool, backend: str) -> tuple[Work, ...]:
     if backend == "eager":
-        return linear.inner(q, "eager")
-    return on_device(linear.work(q, select(q, ready=False).backend.name) or ())
+        pieces = linear_act.BACKWARD_PIECES if backward else ("forward",)
+        return tuple(w for q in pieces for w in linear.inner(layer.with_piece(q), "eager"))
+    if backward:
+        chosen = select_backward(layer, ready=False)
+    else:
+        chosen = (select(layer.with_piece("forward"), ready=False),)
+    works = (w for c in chosen for w in linear.work(c.problem, c.backend.name) or ())
+    return on_device(works)
 
 
 def _step(p: Problem, backend: str) -> tuple[Work, ...] | None:
