@@ -121,6 +121,15 @@ def test_backward_of_some(m: int, k: int, n: int, needs: tuple[bool, bool, bool]
     check_backward(dy, x, weight, "none", needs)
 
 
+@pytest.mark.parametrize(("m", "n"), [(70, 70), (150, 40), (63, 1), (1, 40)])
+def test_backward_of_a_turned_gradient(m: int, n: int) -> None:
+    """Its columns side by side, or a single one whose rows PyTorch calls contiguous."""
+    x, weight = values(m, 50), values(n, 50, seed=1)
+    for needs in ((True, True, False), (True, False, False), (False, True, False), (True,) * 3):
+        check_backward(values(n, m, seed=2).t(), x, weight, "none", needs)
+        check_backward(values(n, m, seed=2).t(), x, weight, "silu", needs)
+
+
 @pytest.mark.parametrize("activation", ["none", "relu", "silu"])
 def test_backward_of_any_layout(activation: str) -> None:
     dy, x, weight = values(70, 90, seed=2), values(70, 40), values(90, 40, seed=1)
@@ -369,6 +378,34 @@ def test_small_numbers_that_meet_small_ones(bn: int) -> None:
     planes = split((a, b), (False, False))
     ours, _ = planes_backend.product(*planes, config=Config(bn, STAGES[bn]))  # type: ignore[misc]
     near(ours, a @ b.t(), a.double() @ b.double().t())
+
+
+@pytest.mark.parametrize(
+    ("largest", "below"),
+    [
+        ((-100, 74), (27, 27)),
+        ((-112, 74), (27, 27)),
+        ((-80, 80), (40, 35)),
+        ((-100, 80), (30, 35)),
+        ((-60, 80), (50, 50)),
+        ((-40, 40), (56, 56)),
+        ((60, 60), (30, 50)),
+        ((-70, 20), (30, 30)),
+    ],
+)
+def test_products_of_small_numbers_stay_in_range(
+    largest: tuple[int, int], below: tuple[int, int]
+) -> None:
+    """Large ones meet zeros, whatever the scales of both operands."""
+    a, b = (values(12, 64, seed=i).sign() * (1 + values(12, 64, seed=i + 2).abs()) for i in (0, 1))
+    a[:, 0::3] *= 2.0 ** largest[0]
+    b[:, 1::3] *= 2.0 ** largest[1]
+    b[:, 0::3], a[:, 1::3] = 0, 0
+    a[:, 2::3] *= 2.0 ** (largest[0] - below[0])
+    b[:, 2::3] *= 2.0 ** (largest[1] - below[1])
+    for one, other in ((a, b), (b, a)):
+        ours, _ = planes_backend.forward(one, other, None, "none", False)
+        near(ours, one @ other.t(), one.double() @ other.double().t())
 
 
 def test_tiny_gradients() -> None:

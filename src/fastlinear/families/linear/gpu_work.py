@@ -150,8 +150,8 @@ def _planes(p: Problem, m: int, k: int, n: int, layout: str) -> tuple[Work, ...]
         "grad_weight": ("dpre", "x"),
     }[p.piece]
     splits = (
-        _split(p, first, m * k, layout[0] == "t"),  # rows of memory lie along K
-        _split(p, second, k * n, layout[1] == "n"),
+        _split(p, first, m, k, layout[0] == "t"),  # rows of memory lie along K
+        _split(p, second, n, k, layout[1] == "n"),
     )
     return call(f"{NAME} planes", 2), *splits, *_product_of_planes(p, m, k, n)
 
@@ -161,24 +161,26 @@ def _planes_backward(p: Problem) -> tuple[Work, ...]:
     m, k, n = _sizes(p)
     x, w = _layouts(p)
     activation = p.option("activation")
-    times = 3 if activation == "none" else 4
+    read = 1 if activation == "none" else 2
     dpre = Work(
         f"{NAME} planes split both ways",
-        bytes_us(p, times * m * n),
+        bytes_us(p, read * m * n + 2 * m * planes.pitch(n)),
         {"numbers": m * n},
         (*rows_at(p, n), *(("bias",) if p.option("bias") == "yes" else ())),
         (activation,),
     )
-    others = _split(p, "w", n * k, w == "t"), _split(p, "x", m * k, x == "n")
+    others = _split(p, "w", k, n, w == "t"), _split(p, "x", k, m, x == "n")
     launches = 3 + (p.option("bias") == "yes")
     products = *_product_of_planes(p, m, n, k), *_product_of_planes(p, n, m, k)
     return call(f"{NAME} planes", launches), dpre, *others, *products
 
 
-def _split(p: Problem, operand: str, numbers: int, turned: bool) -> Work:
+def _split(p: Problem, operand: str, lines: int, k: int, turned: bool) -> Work:
+    """Its numbers are read once, two planes written; rows of these begin at multiples of 8."""
+    rows, row = (k, lines) if turned else (lines, k)
     kind = f"{NAME} planes split{' by columns' * turned}"
-    at = rows_at(p, _row(p, operand))
-    return Work(kind, bytes_us(p, 2 * numbers), {"numbers": numbers}, at)
+    us = bytes_us(p, lines * k + rows * planes.pitch(row))
+    return Work(kind, us, {"numbers": lines * k}, rows_at(p, _row(p, operand)))
 
 
 def _product_of_planes(p: Problem, m: int, k: int, n: int) -> tuple[Work, ...]:
@@ -197,7 +199,8 @@ def layer(
 ) -> tuple[Work, ...]:
     """A product that linear_act chooses for another family, priced as one kind."""
     tiles = tiled(kind, p, m, k, n, layout, *flags, tiles=OURS)
-    if p.dtype != "float32" or p.precision != "highest" or capability() != planes.CAPABILITY:
+    full = p.dtype == "float32" and p.precision == "highest"
+    if not full or capability() != planes.CAPABILITY or planes.why_not_of(m, k, n):
         return tiles
     split = bytes_us(p, 2 * (m * k + k * n))
     us = split + planes.config_for(m, n, k, units()).microseconds(m, n, k, units())

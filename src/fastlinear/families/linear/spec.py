@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core import calls
+from fastlinear.core.precision import matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import Choice, select
@@ -174,7 +175,7 @@ def backward(
     """(dx, dW, db) by the backends chosen for the pieces of the backward, one after the other."""
     captured = calls.is_captured(x)
     layouts = (x.shape, weight.shape, x.dtype, x.device, x.stride(), weight.stride())
-    key = (*layouts, activation, captured, needs[2])
+    key = (*layouts, activation, captured, needs[2], matmul_precision(x.dtype))
     run = _backwards.get(key)
     if run is None:
         bias = weight.new_empty(weight.shape[0]) if needs[2] else None

@@ -246,14 +246,38 @@ __device__ __forceinline__ void promote(float (&sum)[BN / 2], const float (&acc)
   }
 }
 
-// acc / 2^29 for each second level of a step's, 0 where there are no such planes.
-__device__ __forceinline__ void put_in_level(float (&acc)[BN / 2], u32 told, int consumer) {
+// Rows' scales: those that sums are multiplied by before columns', and those behind them, where products
+// of small numbers would leave float32's range.
+struct Scales {
+  float upper, lower, late_upper, late_lower;
+  bool late;  // of any row of the warp
+
+  // Lines behind the last row may hold anything.
+  __device__ __forceinline__ void put_off(u32 told) {
+    const float least = told & (A_LEVEL | B_LEVEL) ? 1.0f : 1.0f / (1ull << 40);
+    late_upper = upper < least ? upper : 1.0f;
+    late_lower = lower < least ? lower : 1.0f;
+    upper = upper < least ? 1.0f : upper;
+    lower = lower < least ? 1.0f : lower;
+    late = __any_sync(0xffffffffu, late_upper < 1.0f || late_lower < 1.0f);
+  }
+};
+
+// sum += s_n acc with late scales of rows and 2^-29 for each second level of a step's; nothing where there
+// are no such planes.
+__device__ __forceinline__ void promote_small(float (&sum)[BN / 2], const float (&acc)[BN / 2],
+                                              u32 columns, const Scales& rows, u32 told, int consumer) {
   constexpr float kLevel = 1.0f / (1 << 29);
-  const float a = told & A_LEVEL ? kLevel : 1.0f, b = told & B_LEVEL ? kLevel : 1.0f;
+  const float level = (told & A_LEVEL ? kLevel : 1.0f) * (told & B_LEVEL ? kLevel : 1.0f);
 #pragma unroll
-  for (int i = 0; i < BN / 2; ++i) {
+  for (int i = 0; i < BN / 2; i += 2) {
+    const float2 s = load_shared64(columns + 8 * (i & ~3));
+    const float late = i & 2 ? rows.late_lower : rows.late_upper;
     const bool has = told >> (A_BLOCKS + consumer) & told >> (B_BLOCKS + i / 32) & 1;
-    acc[i] = has ? acc[i] * a * b : 0.0f;
+    if (!has) continue;
+    // the larger scale first
+    sum[i] += late < 1.0f ? acc[i] * s.x * late * level : acc[i] * level * s.x;
+    sum[i + 1] += late < 1.0f ? acc[i + 1] * s.y * late * level : acc[i + 1] * level * s.y;
   }
 }
 
@@ -280,15 +304,16 @@ struct Pipe {
 
   // Scales of a thread's two rows; whether one of the warp's rows or columns may have no planes. Behind
   // the last row and column lies anything.
-  __device__ __forceinline__ bool read_scales(float& upper, float& lower) const {
+  __device__ __forceinline__ bool read_scales(Scales& s, u32 told) const {
     const u32 lane = lane_id(), rows = scales() + 4 * (consumer * (BM / 2) + warp * 16 + (lane >> 2));
-    upper = load_scale(rows);
-    lower = load_scale(rows + 32);
-    bool found = upper < 0.0f || lower < 0.0f;
+    s.upper = load_scale(rows);
+    s.lower = load_scale(rows + 32);
+    bool found = s.upper < 0.0f || s.lower < 0.0f;
+    s.put_off(told);
 #pragma unroll
     for (int i = 0; i < BN / 64; ++i) {
-      const float2 s = load_shared64(scales() + 4 * BM + 256 * i + 8 * lane);
-      found |= s.x < 0.0f || s.y < 0.0f;
+      const float2 column = load_shared64(scales() + 4 * BM + 256 * i + 8 * lane);
+      found |= column.x < 0.0f || column.y < 0.0f;
     }
     return __any_sync(0xffffffffu, found);
   }
@@ -302,7 +327,8 @@ struct Pipe {
     const u32 at = base + stage * STAGE_BYTES, a_at = at + consumer * (A_BYTES / 2);
     const u64 a = make_desc<A_MN>(a_at), b = make_desc<B_MN>(at + 2 * A_BYTES);
     constexpr u64 kLowA = A_BYTES >> 4, kLowB = B_BYTES >> 4;
-    float acc[BN / 2], upper, lower;
+    float acc[BN / 2];
+    Scales s;
     mbar_wait(base + BAR_OFFSET + stage * 8, phase);
     const u32 told = load_shared32(scales() + TOLD_OFFSET);
     begin_turn(consumer);
@@ -315,18 +341,18 @@ struct Pipe {
       multiply<true>(high, a, b);
       wgmma_commit();
       end_turn(consumer);
-      found = read_scales(upper, lower);
+      found = read_scales(s, told);
       wgmma_wait<1>();
       settle(acc);
-      scale(acc, kLow * upper, kLow * lower);
+      scale(acc, kLow * s.upper, kLow * s.lower);
       wgmma_wait<0>();
       settle(high);
       release();
 #pragma unroll
-      for (int i = 0; i < BN / 2; ++i) acc[i] = fmaf(high[i], i & 2 ? lower : upper, acc[i]);
+      for (int i = 0; i < BN / 2; ++i) acc[i] = fmaf(high[i], i & 2 ? s.lower : s.upper, acc[i]);
     } else {
       end_turn(consumer);
-      found = read_scales(upper, lower);
+      found = read_scales(s, told);
       wgmma_wait<0>();
       settle(acc);
       scale(acc, kLow, kLow);
@@ -338,13 +364,13 @@ struct Pipe {
       wgmma_wait<0>();
       settle(acc);
       release();
-      scale(acc, upper, lower);
+      scale(acc, s.upper, s.lower);
     }
-    if (told & (A_LEVEL | B_LEVEL)) {
-      found = false;  // the k-tile's first step had these numbers
-      put_in_level(acc, told, consumer);
-    }
-    promote(sum, acc, scales() + 4 * BM + 8 * (lane_id() & 3));
+    const u32 columns = scales() + 4 * BM + 8 * (lane_id() & 3);
+    const bool second = told & (A_LEVEL | B_LEVEL);
+    if (second || s.late) promote_small(sum, acc, columns, s, told, consumer);
+    else promote(sum, acc, columns);
+    found &= !second;  // the k-tile's first step had numbers without planes
     return told;
   }
 };

@@ -23,6 +23,8 @@ KERNEL, SUMS_KERNEL = "planes_product", "planes_sums"
 SPLIT_KERNEL, BIAS_KERNEL = "planes_split", "planes_bias"
 THREADS, SPLIT_THREADS = 384, 256
 CAPABILITY = (9, 0)
+PITCH = 8
+"""Rows of planes begin at multiples of so many numbers."""
 _MOST_SLICES = 64
 _MOST = 1 << 30  # of each size: coordinates of tiles are 32-bit
 _MOST_NUMBERS = 1 << 29
@@ -35,15 +37,24 @@ def reason_not(p: Problem) -> str | None:
         return why
     if p.dtype != "float32" or p.precision != "highest":
         return "for float32 of full precision only"
-    sizes = [p.dim(name) for name in "MKN"]
-    if min(sizes) < 1:
+    return why_not_of(p.dim("M"), p.dim("K"), p.dim("N"))
+
+
+def why_not_of(m: int, k: int, n: int) -> str | None:
+    """Why products of x (m, k) and a weight (n, k) are not of planes, or None."""
+    if min(m, k, n) < 1:
         return "an empty dimension"
-    if max(sizes) >= _MOST:
+    if max(m, k, n) >= _MOST:
         return "sizes must stay below 2^30"
-    m, k, n = sizes
-    if max(m * k, n * k, m * n) > _MOST_NUMBERS:
-        return "x, weight and y may have 2^29 elements each: planes are copies"
+    each = ((m, k), (k, m), (n, k), (k, n), (m, n), (n, m))
+    if max(rows * pitch(row) for rows, row in each) > _MOST_NUMBERS:
+        return "x, weight and y may have 2^29 elements each, rows of eight: planes are copies"
     return None
+
+
+def pitch(row: int) -> int:
+    """Numbers between rows of planes."""
+    return -(-row // PITCH) * PITCH
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class Config:
 
     def invalid(self, k: int) -> str | None:
         """Why this configuration cannot serve products of that depth, or None."""
-        if self.bn not in (64, 128, 192) or self.bn % (8 * self.cluster):
+        if self.bn not in STAGES or self.bn % (8 * self.cluster) or BK % (8 * self.cluster):
             return f"{self.bn} columns of {self.cluster} blocks"
         if self.stages < 2 or self.shared_bytes > SHARED_LIMIT:
             return f"{self.shared_bytes} bytes of shared memory with {self.stages} stages"

@@ -24,6 +24,7 @@ from fastlinear.families.linear.cuda.planes import (
     THREADS,
     Config,
     config_for,
+    pitch,
     slice_tiles,
     source,
     split_source,
@@ -106,13 +107,14 @@ _split_plans: Plans[_SplitPlan] = Plans()
 _product_plans: Plans[_ProductPlan] = Plans()
 
 
-def _side_by_side(source: Source) -> Source:
-    """A matrix whose rows are side by side in memory: itself, turned, or a copy."""
+def _side_by_side(source: Source) -> tuple[Source, bool]:
+    """A matrix whose rows are side by side in memory: itself, turned, or a copy; whether turned."""
     t = source.numbers
     if source.saved is None and not source.summed and t.stride(0) == 1 < t.stride(1) and len(t) > 1:
-        return Source(t.t(), source.by_columns, source.by_rows)
+        return Source(t.t(), source.by_columns, source.by_rows), True
     saved = source.saved
-    return source._replace(numbers=_dense(t), saved=None if saved is None else _dense(saved))
+    dense = source._replace(numbers=_dense(t), saved=None if saved is None else _dense(saved))
+    return dense, False
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -130,14 +132,15 @@ def split(sources: Sequence[Source]) -> tuple[list[Planes], Tensor | None]:
         sources: what to split; turned where columns are side by side in memory. The first one may
             be a gradient.
     """
-    laid = [_side_by_side(source) for source in sources]
+    found = [_side_by_side(source) for source in sources]
+    laid = [one for one, _ in found]
     first = laid[0]
     made: list[Planes] = []
     given: list[Tensor | None] = []
-    for one in laid:
+    for one, turned in found:
         ways = (False,) * one.by_rows + (True,) * one.by_columns
         sides = [_side(one, by_columns) for by_columns in ways]
-        made += sides
+        made += reversed(sides) if turned else sides
         padding = (None,) * _OF_SIDE
         by_rows = sides[0].made if one.by_rows else padding
         by_columns = sides[-1].made if one.by_columns else padding
@@ -151,7 +154,7 @@ def split(sources: Sequence[Source]) -> tuple[list[Planes], Tensor | None]:
 
     def plan() -> _SplitPlan:
         with compiled.current(device):
-            return _SplitPlan(laid, made, device)
+            return _SplitPlan(laid, device)
 
     _split_plans.of((device, *map(_facts, laid)), plan).run(*given, sums, bias)
     return made, bias
@@ -167,7 +170,7 @@ def _facts(source: Source) -> tuple[object, ...]:
 def _side(source: Source, by_columns: bool) -> Planes:
     t = source.numbers
     rows, columns = t.shape
-    planes = t.new_empty(4, rows, _up(columns, 8), dtype=torch.float16)[:, :, :columns]
+    planes = t.new_empty(4, rows, pitch(columns), dtype=torch.float16)[:, :, :columns]
     k, lines = (rows, columns) if by_columns else (columns, rows)
     segments, blocks = _up(k, BK) // BK, _up(lines, BK) // BK
     scales = t.new_empty(segments, blocks * BK)
@@ -181,7 +184,7 @@ class _SplitPlan:
     """Launches of ``planes_split.cu``. Tensors: of each matrix numbers, saved and what is made by
     rows and by columns; sums, the bias' gradient."""
 
-    def __init__(self, sources: Sequence[Source], made: Sequence[Planes], device: int) -> None:
+    def __init__(self, sources: Sequence[Source], device: int) -> None:
         text = split_source(sources[0].activation)
         block, first = Block(_SPLIT_BYTES), 0
         each, last = 2 + 2 * _OF_SIDE, len(sources) * (2 + 2 * _OF_SIDE)
@@ -204,7 +207,7 @@ class _SplitPlan:
                     block.address(side + 8 * j, of_side + j, 15)
                 block.numbers(side + 8 * _OF_SIDE, "q", _up(lines, BK))
             strides = t.stride(0), 0 if saved is None else saved.stride(0)
-            table = rows, columns, _up(columns, 8), int(wide), first, across
+            table = rows, columns, pitch(columns), int(wide), first, across
             block.numbers(at + 24 + 2 * _SIDE_BYTES, "2q6i", *strides, *table)
             first += _up(rows, BK) // BK * across
         block.numbers(_MOST_MATRICES * _MATRIX_BYTES, "i", len(sources))
@@ -338,7 +341,8 @@ def product(
     Raises:
         UnsupportedError: for a configuration that cannot serve.
     """
-    (m, k), n = _sides(a), _sides(b)[0]
+    (m, k), (n, depth) = _sides(a), _sides(b)
+    assert k == depth, "both are of one K"
     device = a.high.device.index
     config = config or config_for(m, n, k, _units(device))
     if (why := config.invalid(k)) is not None:

@@ -4,8 +4,8 @@
 //
 // s is a power of two for each segment: 64 numbers along K of a line, that is of a row, or of a column
 // where K is the dimension of rows. It puts their largest near 2^15. Numbers below s / 2^14 have planes of
-// their own, with a scale of s / 2^29: a number up to 2^58 times smaller than the largest keeps 22 bits,
-// and 2^-79 of the largest is the last step. These planes are written for 64 segments side by side where
+// their own, with a scale of s / 2^29: a number up to 2^58 times smaller than the largest keeps 22 bits.
+// Below that bits are lost: 2^-79 of the largest is the last step. These planes are written for 64 segments side by side where
 // one has such a number, and `small` says where.
 //
 // Some segments get no planes but zeros, and NO_PLANES in place of s: who multiplies then reads the
@@ -48,11 +48,12 @@ struct Known {
     add({__shfl_xor_sync(0xffffffffu, largest, apart), __shfl_xor_sync(0xffffffffu, others, apart)});
   }
 
-  // s, or NO_PLANES. That of zeros does not matter.
+  // s, or NO_PLANES.
   __device__ __forceinline__ float scale() const {
     const int top = largest >> 23, count = others >> 16, exponents = others & 0xffff;
     const bool narrow = top * count - exponents <= LEVEL * count;
-    const bool fits = largest - LEAST < MOST - LEAST || !largest;
+    const bool fits = largest - LEAST < MOST - LEAST;
+    if (!largest) return 1.0f;
     return narrow && fits ? __uint_as_float(static_cast<u32>(max(top - TOP, 1)) << 23) : NO_PLANES;
   }
 };
