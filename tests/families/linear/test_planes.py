@@ -130,6 +130,23 @@ def test_backward_of_a_turned_gradient(m: int, n: int) -> None:
         check_backward(values(n, m, seed=2).t(), x, weight, "silu", needs)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_large_matrices_are_split_in_parts(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, dy = values(300, 50), values(270, 50, seed=1), values(300, 270, seed=2)
+    if turned:
+        x, dy = x.t().contiguous().t(), dy.t().contiguous().t()
+    bias = values(270, seed=3)
+    whole = planes_backend.forward(x, weight, bias, "gelu", True)
+    monkeypatch.setattr(planes_backend, "_AT_ONCE", 128 * 50)
+    for one, own in zip(planes_backend.forward(x, weight, bias, "gelu", True), whole, strict=True):
+        torch.testing.assert_close(one, own, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(planes_backend, "_AT_ONCE", 128 * 270)
+    check(x, weight, dy)
+    for needs in ((True, True, True), (False, False, True), (False, True, False)):
+        check_backward(dy, x, weight, "silu", needs)
+        check_backward(dy, x, weight, "none", needs)
+
+
 @pytest.mark.parametrize("activation", ["none", "relu", "silu"])
 def test_backward_of_any_layout(activation: str) -> None:
     dy, x, weight = values(70, 90, seed=2), values(70, 40), values(90, 40, seed=1)

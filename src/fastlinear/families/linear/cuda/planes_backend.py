@@ -42,6 +42,8 @@ _SPLIT_BYTES = _MOST_MATRICES * _MATRIX_BYTES + 8
 _MAPS = 8 * MAP_BYTES
 _PRODUCT_BYTES = _MAPS + 11 * 8 + 6 * 8 + 9 * 4
 _SUMS_THREADS, _BIAS_COLUMNS = 256, 32
+_AT_ONCE = 1 << 27  # numbers of a first operand; larger ones are split in parts
+_LINES = 128  # of a part a multiple
 
 
 class Planes(NamedTuple):
@@ -102,6 +104,11 @@ class Source(NamedTuple):
     activation: str = "none"
     summed: bool = False
 
+    def part(self, of: tuple[slice, slice]) -> Source:
+        """Some of its rows and columns."""
+        saved = None if self.saved is None else self.saved[of]
+        return self._replace(numbers=self.numbers[of], saved=saved)
+
 
 _split_plans: Plans[_SplitPlan] = Plans()
 _product_plans: Plans[_ProductPlan] = Plans()
@@ -125,12 +132,15 @@ def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def split(sources: Sequence[Source]) -> tuple[list[Planes], Tensor | None]:
+def split(
+    sources: Sequence[Source], bias: Tensor | None = None
+) -> tuple[list[Planes], Tensor | None]:
     """Planes of up to three matrices in one launch, by rows before by columns; a bias' gradient.
 
     Args:
         sources: what to split; turned where columns are side by side in memory. The first one may
             be a gradient.
+        bias: memory for its sums.
     """
     found = [_side_by_side(source) for source in sources]
     laid = [one for one, _ in found]
@@ -145,11 +155,11 @@ def split(sources: Sequence[Source]) -> tuple[list[Planes], Tensor | None]:
         by_rows = sides[0].made if one.by_rows else padding
         by_columns = sides[-1].made if one.by_columns else padding
         given += [one.numbers, one.saved, *by_rows, *by_columns]
-    sums = bias = None
+    sums = None
     if first.summed:
         rows, columns = first.numbers.shape
         sums = first.numbers.new_empty(_up(rows, BK) // BK, columns)
-        bias = first.numbers.new_empty(columns)
+        bias = first.numbers.new_empty(columns) if bias is None else bias
     device = first.numbers.device.index
 
     def plan() -> _SplitPlan:
@@ -326,6 +336,7 @@ def product(
     activation: str = "none",
     save_pre: bool = False,
     *,
+    into: tuple[Tensor, Tensor | None] | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(act(A Bᵀ + bias), A Bᵀ + bias or None), both (M, N).
@@ -336,6 +347,7 @@ def product(
         bias: (N,) float32, or None.
         activation: its name.
         save_pre: whether to return the second.
+        into: memory for both, dense.
         config: how the product is shared out; None lets a model choose.
 
     Raises:
@@ -349,8 +361,7 @@ def product(
         raise UnsupportedError("linear_act (planes backend)", "a configuration", why, _REMEDY)
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    y = a.numbers.new_empty(m, n)
-    pre = a.numbers.new_empty(m, n) if save_pre else None
+    y, pre = into or _empty(a.numbers, m, n, save_pre)
     parts = a.numbers.new_empty(config.slices, m, n) if config.slices > 1 else None
     facts = [(p.numbers.shape, p.numbers.stride(), p.by_columns) for p in (a, b)]
     saved = None if a.saved is None else (a.saved.stride(), a.activation)
@@ -362,6 +373,54 @@ def product(
 
     _product_plans.of(key, plan).run(*a.tensors, *b.tensors, bias, y, pre, parts)
     return y, pre
+
+
+def _empty(like: Tensor, m: int, n: int, save_pre: bool) -> tuple[Tensor, Tensor | None]:
+    return like.new_empty(m, n), like.new_empty(m, n) if save_pre else None
+
+
+def _parts(lines: int, numbers: int) -> list[slice]:
+    """Lines whose planes are made one after the other."""
+    each = max(1, _AT_ONCE * lines // (numbers * _LINES)) * _LINES if numbers > _AT_ONCE else lines
+    return [slice(i, min(i + each, lines)) for i in range(0, lines, each)]
+
+
+_ALL = slice(None)
+
+
+def _of_rows(
+    a: Source, b: Source, bias: Tensor | None = None, activation: str = "none", save: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """``product`` of A by rows, in parts where it is large."""
+    parts = _parts(len(a.numbers), a.numbers.numel())
+    if len(parts) == 1:
+        (first, second), _ = split((a, b))
+        return product(first, second, bias, activation, save)
+    (second,), _ = split((b,))
+    y, pre = _empty(a.numbers, len(a.numbers), _sides(second)[0], save)
+    for rows in parts:
+        (first,), _ = split((a.part((rows, _ALL)),))
+        into = y[rows], None if pre is None else pre[rows]
+        product(first, second, bias, activation, save, into=into)
+    return y, pre
+
+
+def _of_columns(a: Source, b: Source) -> tuple[Tensor | None, Tensor | None]:
+    """``product`` of A by columns, in parts where it is large, and its sums over rows."""
+    columns = a.numbers.shape[1]
+    parts = _parts(columns, a.numbers.numel())
+    others = (b,) if a.by_columns else ()
+    if len(parts) == 1:
+        made, sums = split((a, *others))
+        return product(made[0], made[1])[0] if made else None, sums
+    sums = a.numbers.new_empty(columns) if a.summed else None
+    dw = a.numbers.new_empty(columns, b.numbers.shape[1]) if others else None
+    seconds = split(others)[0] if others else []
+    for part in parts:
+        firsts, _ = split((a.part((_ALL, part)),), None if sums is None else sums[part])
+        for first, second in zip(firsts, seconds, strict=True):
+            product(first, second, into=(dw[part], None))  # type: ignore[index]
+    return dw, sums
 
 
 def forward(
@@ -376,21 +435,22 @@ def forward(
         activation: a public activation name.
         save_pre: also return x weightᵀ + bias.
     """
-    (a, b), _ = split((Source(x, by_rows=True), Source(weight, by_rows=True)))
-    y, pre = product(a, b, bias, activation, save_pre and activation != "none")
+    save = save_pre and activation != "none"
+    given = Source(x, by_rows=True), Source(weight, by_rows=True)
+    y, pre = _of_rows(*given, bias, activation, save)
     return y, y if save_pre and activation == "none" else pre
 
 
 def grad_input(dpre: Tensor, weight: Tensor) -> Tensor:
     """dx (M, K) = dpre (M, N) weight (N, K)."""
-    (a, b), _ = split((Source(dpre, by_rows=True), Source(weight, by_columns=True)))
-    return product(a, b)[0]
+    return _of_rows(Source(dpre, by_rows=True), Source(weight, by_columns=True))[0]
 
 
 def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
     """dW (N, K) = dpreᵀ (N, M) x (M, K)."""
-    (a, b), _ = split((Source(dpre, by_columns=True), Source(x, by_columns=True)))
-    return product(a, b)[0]
+    dw, _ = _of_columns(Source(dpre, by_columns=True), Source(x, by_columns=True))
+    assert dw is not None
+    return dw
 
 
 def backward(
@@ -406,21 +466,23 @@ def backward(
     Args:
         dy: (M, N) float32, M > 0.
         saved: (M, N), what the activation saved; None for ``"none"``.
-        x: (M, K).
-        weight: (N, K).
+        x: (M, K); may be None where dW is not wanted.
+        weight: (N, K); may be None where dx is not wanted.
         activation: a public activation name.
         needs: which of the three are wanted.
     """
-    if not any(needs):
-        return None, None, None
-    kept = None if activation == "none" else saved
-    of = activation if kept is not None else "none"
-    sources = [Source(dy, needs[0], needs[1], kept, of, needs[2])]
-    sources += [Source(weight, by_columns=True)] * needs[0] + [Source(x, by_columns=True)] * needs[
-        1
-    ]
-    made, db = split(sources)
-    gradients, others = made[: needs[0] + needs[1]], made[needs[0] + needs[1] :]
-    found = [product(a, b)[0] for a, b in zip(gradients, others, strict=True)]
-    dw = found.pop() if needs[1] else None
-    return found[0] if needs[0] else None, dw, db
+    for_dx, for_dw, for_db = needs
+    if activation == "none":
+        saved = None
+    gradient = Source(dy, saved=saved, activation="none" if saved is None else activation)
+    by_rows = gradient._replace(by_rows=True), Source(weight, by_columns=True)
+    by_columns = gradient._replace(by_columns=for_dw, summed=for_db), Source(x, by_columns=True)
+    if not for_dx or dy.numel() > _AT_ONCE:
+        dx = _of_rows(*by_rows)[0] if for_dx else None
+        return dx, *(_of_columns(*by_columns) if for_dw or for_db else (None, None))
+    if not for_dw:
+        (first, second), db = split((by_rows[0]._replace(summed=for_db), by_rows[1]))
+        return product(first, second)[0], None, db
+    both = by_columns[0]._replace(by_rows=True)
+    (rows, columns, w, turned), db = split((both, by_rows[1], by_columns[1]))
+    return product(rows, w)[0], product(columns, turned)[0], db
