@@ -17,7 +17,7 @@ from benchmarks.experiments.configurations.kind import (
     turns,
     width,
 )
-from fastlinear.families.linear.cuda import planes, planes_backend
+from fastlinear.families.linear.cuda import planes, planes_product, planes_split
 from fastlinear.families.linear.cuda.planes import Config
 
 _MOST_ROWS, _MOST_FLOPS, _MOST_NUMBERS = 1 << 17, 5e11, 1e8
@@ -55,7 +55,7 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
     m, n, k = _product(p)
     of_rows = {"forward": (True, True), "grad_input": (True, False), "grad_weight": (False, False)}
 
-    def made(size: int, by_rows: bool) -> planes_backend.Planes:
+    def made(size: int, by_rows: bool) -> planes_split.Planes:
         shape = (size, k) if by_rows else (k, size)
         numbers = normal(place, torch.float32, *shape)
         pitch = -(-shape[1] // 8) * 8
@@ -65,7 +65,7 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
         scales = torch.ones(segments, blocks * 64, device=place)
         small = torch.zeros(segments, blocks, dtype=torch.int32, device=place)
         given = high, low, small_high, small_low, scales, small
-        return planes_backend.Planes(*given, numbers, None, not by_rows)
+        return planes_split.Planes(*given, numbers, None, not by_rows)
 
     ways = of_rows[p["piece"]]
     sets = turns(m * k + k * n + m * n, torch.float32)
@@ -73,7 +73,7 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
 
 
 def _run(p: Problem, c: Config) -> Callable[..., Any]:
-    return lambda a, b: planes_backend.product(a, b, None, p["activation"], config=c)
+    return lambda a, b: planes_product.product(a, b, None, p["activation"], config=c)
 
 
 KIND = Kind(
@@ -86,5 +86,5 @@ KIND = Kind(
     terms=lambda p, c: c.terms(*_product(p), _UNITS),
     config=lambda p, fields: Config(**fields),
     group=lambda p: "all",
-    plans=planes_backend._product_plans,
+    plans=planes_product.plans,
 )

@@ -120,6 +120,11 @@ def calls() -> list[Call]:
             _forward,
         ),
         Call("planes, gradients", (150, 200, 136), F32, _planes_gradients, _plain_gradients),
+        Call(
+            *("planes, backward", (150, 200, 136), F32),
+            lambda d: planes_backend.backward(d.dy, d.pre, d.x, d.weight, "gelu", ALL),
+            _backward,
+        ),
         Call("columns", (2050, 8, 264), BF16, _columns, lambda d: (d.dy.sum(0),)),
         *[
             Call("padded", (300, 77, 131), dtype, run, plain)

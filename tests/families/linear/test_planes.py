@@ -19,9 +19,9 @@ from fastlinear.activations.reference import ACTIVATIONS
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.linear import reference
-from fastlinear.families.linear.cuda import planes_backend
+from fastlinear.families.linear.cuda import planes_backend, planes_product, planes_split
 from fastlinear.families.linear.cuda.planes import KERNEL, STAGES, SUMS_KERNEL, Config
-from fastlinear.families.linear.cuda.planes_backend import Planes, Source
+from fastlinear.families.linear.cuda.planes_split import Planes, Source
 from tests.kernels import emulation
 from tests.kernels.emulation import emulate
 
@@ -39,18 +39,18 @@ def place(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where tensors lie; on a CPU launches are emulated."""
     with torch.device(request.param), pytest.MonkeyPatch.context() as patch:
         if request.param == "cpu":
-            emulate(patch, planes_backend)
-            planes_backend._units.cache_clear()
+            emulate(patch, planes_product)
+            planes_product._units.cache_clear()
         yield
     if request.param == "cpu":
-        planes_backend._split_plans.clear()
-        planes_backend._product_plans.clear()
-        planes_backend._units.cache_clear()
+        planes_split.plans.clear()
+        planes_product.plans.clear()
+        planes_product._units.cache_clear()
 
 
 def split(matrices: Sequence[Tensor], by_columns: Sequence[bool]) -> list[Planes]:
     sources = [Source(t, not way, way) for t, way in zip(matrices, by_columns, strict=True)]
-    return planes_backend.split(sources)[0]
+    return planes_split.split(sources)[0]
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
@@ -175,7 +175,7 @@ def test_backward_without_planes(value: float) -> None:
 def test_bias_and_activation(slices: int) -> None:
     x, weight, bias = values(71, 200), values(33, 200, seed=1), values(33, seed=2)
     a, b = split((x, weight), (False, False))
-    y, pre = planes_backend.product(a, b, bias, "gelu", True, config=Config(slices=slices))
+    y, pre = planes_product.product(a, b, bias, "gelu", True, config=Config(slices=slices))
     theirs = torch.nn.functional.linear(x, weight, bias)
     oracle = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     near(pre, theirs, oracle)
@@ -201,7 +201,7 @@ def test_every_configuration(config: Config, turned: tuple[bool, bool]) -> None:
     ]
     for slices in (1, 2):
         given = replace(config, slices=slices)
-        ours, _ = planes_backend.product(*planes, config=given)  # type: ignore[misc]
+        ours, _ = planes_product.product(*planes, config=given)  # type: ignore[misc]
         near(ours, a @ b.t(), a.double() @ b.double().t())
 
 
@@ -336,7 +336,7 @@ def test_infinities_and_nan_come_out_where_pytorch_has_them(slices: int) -> None
     x[50] = 0
     planes = split((x, weight), (False, False))
     config = Config(64, 4, slices=slices)
-    ours, _ = planes_backend.product(*planes, bias, "none", config=config)  # type: ignore[misc]
+    ours, _ = planes_product.product(*planes, bias, "none", config=config)  # type: ignore[misc]
     theirs = torch.nn.functional.linear(x, weight, bias)
     assert torch.equal(ours.isnan(), theirs.isnan())
     assert torch.equal(ours.isinf(), theirs.isinf())
@@ -351,7 +351,7 @@ def test_columns_without_planes(column: int) -> None:
     a, b = values(20, 150), values(192, 150, seed=1)
     b[column, 70] = float("inf")
     planes = split((a, b), (False, False))
-    ours, _ = planes_backend.product(*planes, config=Config(192, 2))  # type: ignore[misc]
+    ours, _ = planes_product.product(*planes, config=Config(192, 2))  # type: ignore[misc]
     assert ours[:, column].isinf().all()
     ours, theirs, oracle = (
         torch.cat([t[:, :column], t[:, column + 1 :]], 1)
@@ -380,7 +380,7 @@ def test_numbers_of_any_size_beside_each_other(wide: str, config: Config, bits: 
         for turned in (False, True):
             given = [t.t().contiguous() if turned else t for t in (one, other)]
             planes = split(given, (turned, turned))
-            ours, _ = planes_backend.product(*planes, config=config)  # type: ignore[misc]
+            ours, _ = planes_product.product(*planes, config=config)  # type: ignore[misc]
             theirs, oracle = one @ other.t(), one.double() @ other.double().t()
             for row in range(0, 150, 7):
                 near(ours[row], theirs[row], oracle[row])
@@ -393,7 +393,7 @@ def test_small_numbers_that_meet_small_ones(bn: int) -> None:
     a[:, 1::3], a[:, 2::3] = a[:, 1::3] * 2.0**-40, 0
     b[:, 1::3], b[:, 0::3] = b[:, 1::3] * 2.0**-35, 0
     planes = split((a, b), (False, False))
-    ours, _ = planes_backend.product(*planes, config=Config(bn, STAGES[bn]))  # type: ignore[misc]
+    ours, _ = planes_product.product(*planes, config=Config(bn, STAGES[bn]))  # type: ignore[misc]
     near(ours, a @ b.t(), a.double() @ b.double().t())
 
 
@@ -442,7 +442,7 @@ def test_numbers_that_begin_anywhere() -> None:
 def test_an_empty_slice_is_refused() -> None:
     a, b = split((values(8, 200), values(8, 200, seed=1)), (False, False))
     with pytest.raises(UnsupportedError, match="the last is empty"):
-        planes_backend.product(a, b, config=Config(slices=3))
+        planes_product.product(a, b, config=Config(slices=3))
 
 
 def test_a_plan_serves_its_kind_alone() -> None:
@@ -469,7 +469,7 @@ def test_launches_of_two_threads_take_their_own_addresses(monkeypatch: pytest.Mo
     config, began, ended = Config(64, 4, slices=2), threading.Event(), threading.Event()
     pairs = {name: (values(40, 200, seed=i), values(30, 200)) for i, name in enumerate("ab")}
     planes = {name: split(pair, (False, False)) for name, pair in pairs.items()}
-    planes_backend.product(*planes["a"], config=config)
+    planes_product.product(*planes["a"], config=config)
     run, found = emulation.Launch.run, {}
 
     def slowly(self: Any, stream: Any) -> None:
@@ -484,7 +484,7 @@ def test_launches_of_two_threads_take_their_own_addresses(monkeypatch: pytest.Mo
     def call(name: str) -> None:
         if name == "b":
             began.wait(10)
-        found[name] = planes_backend.product(*planes[name], config=config)[0]
+        found[name] = planes_product.product(*planes[name], config=config)[0]
 
     monkeypatch.setattr(emulation.Launch, "run", slowly)
     threads = [threading.Thread(target=call, args=(name,), name=name) for name in "ab"]
@@ -521,10 +521,10 @@ def test_many_numbers(m: int, k: int, n: int) -> None:
 @pytest.mark.parametrize("m", [1000, 520])  # of 520 rows the last block has none
 def test_clusters_and_the_same_bits_every_time(config: Config, m: int) -> None:
     a, b = split((values(m, 700), values(900, 700, seed=1)), (False, False))
-    first, _ = planes_backend.product(a, b, config=config)
+    first, _ = planes_product.product(a, b, config=config)
     near(first, a.numbers @ b.numbers.t(), a.numbers.double() @ b.numbers.double().t())
     for _ in range(200):
-        assert torch.equal(planes_backend.product(a, b, config=config)[0], first)
+        assert torch.equal(planes_product.product(a, b, config=config)[0], first)
 
 
 @pytest.mark.gpu

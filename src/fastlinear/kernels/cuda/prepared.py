@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastlinear.fastpath import recorder
 from fastlinear.fastpath.launch import FastpathLaunch
+from fastlinear.kernels.cuda import compiled
 from fastlinear.native import cuda_driver as driver
 
 _MAX_PLANS = 1024
@@ -118,6 +119,16 @@ class Prepared:
             ),
             [mask for _, mask, *_ in found],
         )
+
+
+def prepared(
+    text: str, name: str, block: Block, threads: int, blocks: int, device: int
+) -> Prepared:
+    """A kernel of a source whose one argument is that block, launched early."""
+    launch = driver.Launch(compiled.kernel(text, name, 0, device), threads, 1, [block.argument])  # type: ignore[list-item]
+    launch.set_grid(blocks)
+    launch.begin_early()
+    return Prepared(launch, device, block.places, block.masks)
 
 
 def record_block(

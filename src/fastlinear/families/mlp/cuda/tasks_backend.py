@@ -28,7 +28,7 @@ from fastlinear.families.mlp.cuda.tasks import (
 from fastlinear.families.mlp.problem import layer_activations
 from fastlinear.families.mlp.reference import Needs, Weights, first_needed, layer_input
 from fastlinear.kernels.cuda import compiled
-from fastlinear.kernels.cuda.prepared import MAP_BYTES, Block, Plans, Prepared
+from fastlinear.kernels.cuda.prepared import MAP_BYTES, Block, Plans, Prepared, prepared
 from fastlinear.native import cuda_driver as driver
 
 _BEGIN_THREADS = 256
@@ -232,8 +232,4 @@ def _begin(text: str, device: int, count: int) -> Prepared:
     block = Block(16)
     block.address(0, 0)
     block.numbers(8, "i", count)
-    kernel = compiled.kernel(text, BEGIN_KERNEL, 0, device)
-    launch = driver.Launch(kernel, _BEGIN_THREADS, 1, [block.argument])  # type: ignore[list-item]
-    launch.set_grid(1)
-    launch.begin_early()
-    return Prepared(launch, device, block.places, block.masks)
+    return prepared(text, BEGIN_KERNEL, block, _BEGIN_THREADS, 1, device)
