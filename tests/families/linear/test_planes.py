@@ -400,6 +400,8 @@ def test_small_numbers_that_meet_small_ones(bn: int) -> None:
 @pytest.mark.parametrize(
     ("largest", "below"),
     [
+        ((-55, 60), (28, 28)),
+        ((-57, 60), (28, 28)),
         ((-100, 74), (27, 27)),
         ((-112, 74), (27, 27)),
         ((-80, 80), (40, 35)),

@@ -22,8 +22,8 @@
 // Every sum is added in one order: results are deterministic.
 //
 // hopper_words.h, activations/cuda.h and hopper_async.h come before this file. Macros from the host: BM
-// (128) BN STAGES CLUSTER GROUP_M A_MN B_MN TURNS SAVE HAS_BIAS DERIVED ACT, IS_BF16 0, and the functions wgmma
-// and wgmma_first for accumulators of BN / 2.
+// (128) BN STAGES CLUSTER GROUP_M A_MN B_MN TURNS SAVE HAS_BIAS DERIVED ACT, IS_BF16 0, and the
+// functions wgmma and wgmma_first for accumulators of BN / 2.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
 //   SAVE 1: `pre` is written beside Y.
 //   DERIVED 1: A is dy act'(saved); the activation is of that, and none of Y.
@@ -254,7 +254,7 @@ struct Scales {
 
   // Lines behind the last row may hold anything.
   __device__ __forceinline__ void put_off(u32 told) {
-    const float least = told & (A_LEVEL | B_LEVEL) ? 1.0f : 1.0f / (1ull << 40);
+    const float least = told & (A_LEVEL | B_LEVEL) ? 1.0f : 0x1p-70f;  // sums from 2^-28 on stay whole
     late_upper = upper < least ? upper : 1.0f;
     late_lower = lower < least ? lower : 1.0f;
     upper = upper < least ? 1.0f : upper;
