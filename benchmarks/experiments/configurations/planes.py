@@ -55,12 +55,12 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
     m, n, k = _product(p)
     of_rows = {"forward": (True, True), "grad_input": (True, False), "grad_weight": (False, False)}
 
-    def made(size: int, by_rows: bool) -> planes_split.Planes:
+    def split(size: int, by_rows: bool) -> planes_split.Planes:
         shape = (size, k) if by_rows else (k, size)
         numbers = normal(place, torch.float32, *shape)
-        pitch = -(-shape[1] // 8) * 8
-        planes = normal(place, torch.float16, 4, shape[0], pitch)[:, :, : shape[1]]
-        high, low, small_high, small_low = planes
+        pitch = planes.pitch(shape[1])
+        made = normal(place, torch.float16, 4, shape[0], pitch)[:, :, : shape[1]]
+        high, low, small_high, small_low = made
         segments, blocks = -(-k // 64), -(-size // 64)
         scales = torch.ones(segments, blocks * 64, device=place)
         small = torch.zeros(segments, blocks, dtype=torch.int32, device=place)
@@ -69,7 +69,7 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
 
     ways = of_rows[p["piece"]]
     sets = turns(m * k + k * n + m * n, torch.float32)
-    return [(made(m, ways[0]), made(n, ways[1])) for _ in range(sets)]
+    return [(split(m, ways[0]), split(n, ways[1])) for _ in range(sets)]
 
 
 def _run(p: Problem, c: Config) -> Callable[..., Any]:

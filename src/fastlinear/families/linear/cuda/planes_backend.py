@@ -11,7 +11,8 @@ from torch import Tensor
 from fastlinear.families.linear.cuda.planes_product import empty, product, sides
 from fastlinear.families.linear.cuda.planes_split import Source, split
 
-_AT_ONCE = 1 << 27  # numbers of a first operand; larger ones are split in parts
+# Numbers of a first operand, whose planes take 1 GiB one way; larger ones are split in parts.
+_AT_ONCE = 1 << 27
 _LINES = 128  # of a part a multiple
 _ALL = slice(None)
 

@@ -5,13 +5,13 @@
 // s is a power of two for each segment: 64 numbers along K of a line, that is of a row, or of a column
 // where K is the dimension of rows. It puts their largest near 2^15. Numbers below s / 2^14 have planes of
 // their own, with a scale of s / 2^29: a number up to 2^58 times smaller than the largest keeps 22 bits.
-// Below that bits are lost: 2^-79 of the largest is the last step. These planes are written for 64 segments side by side where
-// one has such a number, and `small` says where.
+// Below that bits are lost: 2^-79 of the largest is the last step. These planes are written for 64
+// segments side by side where one has such a number, and `small` says where.
 //
 // Some segments get no planes but zeros, and NO_PLANES in place of s: who multiplies then reads the
 // numbers themselves. They hold an infinity or NaN, or numbers so large or small that sums would leave
-// float32's range before both operands' s are in, or numbers that lie 2^29 below the largest in the mean, of
-// which two levels might not reach many.
+// float32's range before both operands' s are in, or numbers that lie 2^29 below the largest in the mean,
+// of which two levels might not reach many.
 //
 // A block has 64 rows and 64 columns, 4 by 4 in each thread's registers. It splits them by rows, by
 // columns, or both ways. Where a matrix is a gradient, its numbers are dy act'(saved), with the activation
@@ -247,7 +247,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) planes_bias(const __grid_c
   float sum = 0.0f;
   if (column < p.columns) {
 #pragma unroll 4
-    for (int i = warp; i < p.blocks; i += WARPS) sum += p.sums[static_cast<long long>(i) * p.columns + column];
+    for (int i = warp; i < p.blocks; i += WARPS)
+      sum += p.sums[static_cast<long long>(i) * p.columns + column];
   }
   sums[warp][lane] = sum;
   __syncthreads();
