@@ -23,9 +23,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastlinear.core.settings import cache_dir
 from fastlinear.dispatch import cache, confidence
 from fastlinear.fastpath import autograd_node, lookup
-from fastlinear.native import cpp_build
+from fastlinear.native import cpp_build, library_store
 
 # Workers compile side by side: no call is to take another backend meanwhile.
 cpp_build.PATIENCE_S = cpp_build.LOCK_PATIENCE_S = 600.0
@@ -63,14 +64,20 @@ def pytest_collection_finish() -> None:
 def isolated(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """A fresh tuned cache, a quiet machine, seed 0; global float32 and grad settings put back."""
-    folder = tmp_path / "fastlinear-cache"
+    """A fresh tuned cache, a quiet machine, seed 0; global float32 and grad settings put back.
+
+    No library is left among the temporary files, where another test would find it.
+    """
+    folder, temporary = tmp_path / "fastlinear-cache", tmp_path / "tmp"
     if "own_builds" in request.keywords:
+        temporary.mkdir(mode=0o700)
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
         for library in (lookup, autograd_node):  # one that fails here is to fail no later test
             monkeypatch.setattr(library, "_build", library._Build())
     else:
         folder.mkdir()
         (folder / "cpp").symlink_to(_BUILDS)
+        monkeypatch.setattr(library_store, "folders", lambda: (cache_dir() / "cpp", _BUILDS))
     monkeypatch.setenv("FASTLINEAR_CACHE_DIR", str(folder))
     cache.forget()
     monkeypatch.setattr(confidence, "load_average", lambda: 0.0)  # others' work decides no test

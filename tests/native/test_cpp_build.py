@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,10 +24,8 @@ pytestmark = [
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A C++ file of its own and a folder for temporary files of its own."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
+def source(tmp_path: Path) -> Iterator[Path]:
+    """A C++ file of its own."""
     cpp_build.forget()
     path = tmp_path / "answer.cpp"
     path.write_text('extern "C" int answer() { return 42; }\n')

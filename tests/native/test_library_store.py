@@ -7,7 +7,6 @@ import errno
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,10 +31,8 @@ ANSWER = 'extern "C" int answer() { return 42; }\n'
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A C++ file of its own and a folder for temporary files of its own."""
-    (tmp_path / "tmp").mkdir(mode=0o700)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+def source(tmp_path: Path) -> Iterator[Path]:
+    """A C++ file of its own."""
     cpp_build.forget()
     path = tmp_path / "answer.cpp"
     path.write_text(ANSWER)
