@@ -65,7 +65,7 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
         scales = torch.ones(segments, blocks * 64, device=place)
         small = torch.zeros(segments, blocks, dtype=torch.int32, device=place)
         given = high, low, small_high, small_low, scales, small
-        return planes_split.Planes(*given, numbers, None, not by_rows)
+        return planes_split.Planes(*given, planes_split.Source(numbers), not by_rows)
 
     ways = of_rows[p["piece"]]
     sets = turns(m * k + k * n + m * n, torch.float32)

@@ -350,3 +350,10 @@ __device__ __forceinline__ float graded(float dy, float saved) {
   act_and_grad<A>(saved, dy, grad);
   return grad;
 }
+
+// dy * act'(pre) from the pre-activation, whatever the activation saves.
+template <int A = ACT>
+__device__ __forceinline__ float graded_before(float dy, float pre) {
+  constexpr bool kOutput = A == ACT_SIGMOID || A == ACT_TANH || A == ACT_SOFTPLUS;
+  return graded<A>(dy, kOutput ? act<A>(pre) : pre);
+}

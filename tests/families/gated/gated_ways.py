@@ -13,6 +13,7 @@ from fastlinear.activations.reference import activation as activation_of
 from fastlinear.families.gated import reference
 from fastlinear.families.gated.autograd import Formula, GatedMLP
 from fastlinear.families.gated.cuda import backend as cuda
+from fastlinear.families.gated.cuda import planes
 from fastlinear.families.gated.products import PYTORCH, Gate, backward_by
 from fastlinear.families.gated.stacking import Biases, Weights, empty_like, split_pre
 from fastlinear.fastpath import lookup, recorded
@@ -156,6 +157,8 @@ def elementwise_backward(*arguments: Any) -> Any:
 
 def formula_of(backend: str, order: str, save: bool = True, activation: str = "silu") -> Formula:
     functions: Any = cuda.forward, cuda.backward
+    if backend == "planes":
+        functions = planes.forward, planes.backward
     if backend == "elementwise" and torch.cuda.is_available():
         from fastlinear.families.gated.triton import backend as triton
 

@@ -52,6 +52,12 @@ class TestOnHopper:
             if any(t is not None and t.requires_grad for t in given):
                 Way(formula_of("cuda", order), given).compare(given)
 
+    @pytest.mark.parametrize("order", ORDERS)
+    def test_planes(self, order: str) -> None:
+        for bias, shape in itertools.product(BIASES, ((300, 128), (2, 5, 128))):
+            given = draw(shape, order, bias, device="cuda", sizes=(264, 72))
+            Way(formula_of("planes", order), given).compare(given)
+
     @pytest.mark.parametrize("order", [*ORDERS, "interleaved"])
     def test_the_elementwise_pass(self, order: str) -> None:
         for down, shape in itertools.product((True, False), ((300, 128), (2, 5, 128))):

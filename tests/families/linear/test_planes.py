@@ -50,7 +50,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def split(matrices: Sequence[Tensor], by_columns: Sequence[bool]) -> list[Planes]:
     sources = [Source(t, not way, way) for t, way in zip(matrices, by_columns, strict=True)]
-    return planes_split.split(sources)[0]
+    return planes_split.split(sources)
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
@@ -182,6 +182,20 @@ def test_bias_and_activation(slices: int) -> None:
     oracle = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     near(pre, theirs, oracle)
     near(y, torch.nn.functional.gelu(theirs), torch.nn.functional.gelu(oracle))
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("n", [70, 33, 1])
+def test_added_to_what_is_there(n: int, slices: int) -> None:
+    """Pairs of columns, odd rows of them, and memory that begins between pairs."""
+    x, weight = values(71, 200), values(n, 200, seed=1)
+    planes = split((x, weight), (False, False))
+    for skipped in (0, 1):
+        y = values(71 * n + 1, seed=2)[skipped:][: 71 * n].view(71, n)
+        before, config = y.clone(), Config(64, 4, slices=slices)
+        ours, _ = planes_product.product(*planes, into=(y, None), added=True, config=config)  # type: ignore[misc]
+        assert ours is y
+        near(y, before + x @ weight.t(), before.double() + x.double() @ weight.double().t())
 
 
 @pytest.mark.parametrize(
@@ -535,9 +549,10 @@ def test_many_numbers(m: int, k: int, n: int) -> None:
 @pytest.mark.parametrize("config", [Config(bn, s, 2) for bn, s in STAGES.items()], ids=str)
 @pytest.mark.parametrize("m", [1000, 520])  # of 520 rows the last block has none
 def test_clusters_and_the_same_bits_every_time(config: Config, m: int) -> None:
-    a, b = split((values(m, 700), values(900, 700, seed=1)), (False, False))
+    given = values(m, 700), values(900, 700, seed=1)
+    a, b = split(given, (False, False))
     first, _ = planes_product.product(a, b, config=config)
-    near(first, a.numbers @ b.numbers.t(), a.numbers.double() @ b.numbers.double().t())
+    near(first, given[0] @ given[1].t(), given[0].double() @ given[1].double().t())
     for _ in range(200):
         assert torch.equal(planes_product.product(a, b, config=config)[0], first)
 

@@ -28,7 +28,7 @@ from fastlinear.dispatch.backend import (
 from fastlinear.dispatch.drawn import Draw
 from fastlinear.families.gated import batch_invariant, reference
 from fastlinear.families.gated.cpu import cpp, gemm, half, onednn
-from fastlinear.families.gated.cuda import backend
+from fastlinear.families.gated.cuda import backend, planes
 from fastlinear.families.gated.problem import NAME, PIECES, SPACE, STEP, has_down, problem
 from fastlinear.families.gated.stacking import Biases, Weights, split_pre
 from fastlinear.families.gated.triton import config
@@ -46,6 +46,7 @@ _TRITON_SOURCES = (
     *("families/gated/triton", "families/gated/products.py", "families/gated/layers.py"),
     *("families/linear/triton", "families/linear/cuda", *TRITON_SOURCES, *CUDA_SOURCES),
 )
+_PLANES_SOURCES = ("families/gated/cuda", "families/linear/cuda", *CUDA_SOURCES)
 _CUDA_SOURCES = ("families/gated/cuda", "families/gated/products.py", *CUDA_SOURCES)
 
 
@@ -218,6 +219,14 @@ FAMILY = register_family(
             *(
                 Backend(
                     NAME, p, "cuda", f"{_HERE}.cuda.backend:{p}", backend.reason_not, _CUDA_SOURCES
+                )
+                for p in PIECES
+            ),
+            *(
+                Backend(
+                    *(NAME, p, "planes", f"{_HERE}.cuda.planes:{p}", planes.reason_not),
+                    _PLANES_SOURCES,
+                    on_request=True,  # no GPU has run it yet
                 )
                 for p in PIECES
             ),

@@ -7,6 +7,7 @@ from fastlinear.dispatch.roofline import (
     LIBRARY,
     OURS,
     Launched,
+    bytes_us,
     capability,
     fused,
     hosts,
@@ -15,7 +16,7 @@ from fastlinear.dispatch.roofline import (
     units,
 )
 from fastlinear.dispatch.steps import of_pieces
-from fastlinear.dispatch.work import Work, flags_of
+from fastlinear.dispatch.work import Work, call, flags_of
 from fastlinear.families.gated.cuda.config import config_for
 from fastlinear.families.gated.problem import NAME, PIECES, STEP, has_down
 from fastlinear.families.gated.triton.config import product_config
@@ -24,7 +25,8 @@ from fastlinear.fastpath.autograd_node import node_work
 
 _FUSED = ("triton", "cuda")
 _LAYER = f"{NAME} layer"
-_KNOWN = ("eager", "elementwise", *_FUSED, "pieces")
+_PLANES = f"{linear.NAME} planes"
+_KNOWN = ("eager", "elementwise", *_FUSED, "planes", "pieces")
 
 
 def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
@@ -38,6 +40,8 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
         forward, backward = p.with_piece("forward"), p.with_piece("backward")
         more = swept(f"{NAME} eager gate", p, p.dim("M"), p.dim("H"), p.option("activation"))
         made = (*_forward(forward, "eager"), *more, *_backward(backward, "eager"))
+    elif backend == "planes":
+        made = _planes_forward(p) if p.piece == "forward" else _planes_backward(p)
     elif p.piece == "forward":
         made = _forward(p, backend)
     else:
@@ -87,6 +91,50 @@ def _backward(p: Problem, backend: str) -> tuple[Work, ...]:
     if p.option("bias") == "yes" and n:
         found += swept("linear_act eager derivative", p, m, n, "none", "bias")
     return found
+
+
+def _planes_pre_activations(p: Problem) -> tuple[Work, ...]:
+    m, k, h, _ = _sizes(p)
+    x, w, _ = _layouts(p)
+    rows, times = _stacked(p, h)
+    of_w = linear.split(p, rows, k, w == "n", k)
+    product = linear.product_of_planes(p, m, k, rows)
+    return call(_PLANES, 1 + times), _split_x(p, k, m, x == "t"), *times * (of_w, *product)
+
+
+def _split_x(p: Problem, k: int, m: int, turned: bool) -> Work:
+    return linear.split(p, m, k, turned, 1 if p.option("x") == "strided" else k)
+
+
+def _planes_forward(p: Problem) -> tuple[Work, ...]:
+    """Both operands of each product split, and h where it is derived."""
+    m, _, h, n = _sizes(p)
+    _, w, _ = _layouts(p)
+    derived = Work(f"{_PLANES} split", bytes_us(p, 3 * m * h), {"numbers": m * h})
+    down = linear.split(p, n, h, w == "n", h), *linear.product_of_planes(p, m, h, n)
+    return (*_planes_pre_activations(p), call(_PLANES, 2), derived, *down)
+
+
+def _planes_backward(p: Problem) -> tuple[Work, ...]:
+    """What is derived is read once and split in five ways; each other operand in one, dy in two."""
+    m, k, h, n = _sizes(p)
+    x, w, _ = _layouts(p)
+    again = _planes_pre_activations(p) if p.option("recompute") == "yes" else ()
+    splits = (
+        linear.split(p, m, n, False, n),
+        linear.split(p, n, m, True, n),
+        linear.split(p, h, n, w == "t", h),
+        _split_x(p, k, m, x == "n"),
+        *2 * (linear.split(p, k, h, w == "t", k),),
+        Work(
+            *(f"{_PLANES} split both ways", bytes_us(p, 8 * m * h), {"numbers": 2 * m * h}),
+            variants=(p.option("activation"),),
+        ),
+    )
+    sizes = (m, n, h), (n, m, h), *2 * ((h, m, k), (m, h, k))
+    products = tuple(w for size in sizes for w in linear.product_of_planes(p, *size))
+    sums = 3 if p.option("bias") == "yes" else 0
+    return (*again, call(_PLANES, 8 + sums), *splits, *products)
 
 
 def _first(p: Problem, backend: str, m: int, k: int, h: int, layout: str) -> tuple[Work, ...]:

@@ -150,10 +150,10 @@ def _planes(p: Problem, m: int, k: int, n: int, layout: str) -> tuple[Work, ...]
         "grad_weight": ("dpre", "x"),
     }[p.piece]
     splits = (
-        _split(p, first, m, k, layout[0] == "t"),  # rows of memory lie along K
-        _split(p, second, n, k, layout[1] == "n"),
+        split(p, m, k, layout[0] == "t", _row(p, first)),  # rows of memory lie along K
+        split(p, n, k, layout[1] == "n", _row(p, second)),
     )
-    return call(f"{NAME} planes", 2), *splits, *_product_of_planes(p, m, k, n)
+    return call(f"{NAME} planes", 2), *splits, *product_of_planes(p, m, k, n)
 
 
 def _planes_backward(p: Problem) -> tuple[Work, ...]:
@@ -169,21 +169,28 @@ def _planes_backward(p: Problem) -> tuple[Work, ...]:
         (*rows_at(p, n), *(("bias",) if p.option("bias") == "yes" else ())),
         (activation,),
     )
-    others = _split(p, "w", k, n, w == "t"), _split(p, "x", k, m, x == "n")
+    others = split(p, k, n, w == "t", _row(p, "w")), split(p, k, m, x == "n", _row(p, "x"))
     launches = 3 + (p.option("bias") == "yes")
-    products = *_product_of_planes(p, m, n, k), *_product_of_planes(p, n, m, k)
+    products = *product_of_planes(p, m, n, k), *product_of_planes(p, n, m, k)
     return call(f"{NAME} planes", launches), dpre, *others, *products
 
 
-def _split(p: Problem, operand: str, lines: int, k: int, turned: bool) -> Work:
-    """Its numbers are read once, two planes written; rows of these begin at multiples of 8."""
-    rows, row = (k, lines) if turned else (lines, k)
+def split(p: Problem, lines: int, k: int, turned: bool, row: int) -> Work:
+    """An operand's numbers are read once, two planes written; rows of these begin at multiples of
+    8.
+
+    Args:
+        turned: whether its rows in memory lie across K.
+        row: numbers between these.
+    """
+    rows, wide = (k, lines) if turned else (lines, k)
     kind = f"{NAME} planes split{' by columns' * turned}"
-    us = bytes_us(p, lines * k + rows * planes.pitch(row))
-    return Work(kind, us, {"numbers": lines * k}, rows_at(p, _row(p, operand)))
+    us = bytes_us(p, lines * k + rows * planes.pitch(wide))
+    return Work(kind, us, {"numbers": lines * k}, rows_at(p, row))
 
 
-def _product_of_planes(p: Problem, m: int, k: int, n: int) -> tuple[Work, ...]:
+def product_of_planes(p: Problem, m: int, k: int, n: int) -> tuple[Work, ...]:
+    """The product (m, n) over k of operands that are split."""
     config = planes.config_for(m, n, k, units())
     us = config.microseconds(m, n, k, units()) - planes.START_US
     sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}

@@ -21,12 +21,13 @@
 // Slices share K out: their sums go to `parts`, and planes_sums adds them in order and finishes them.
 // Every sum is added in one order: results are deterministic.
 //
-// hopper_words.h, activations/cuda.h and hopper_async.h come before this file. Macros from the host: BM
-// (128) BN STAGES CLUSTER GROUP_M A_MN B_MN TURNS SAVE HAS_BIAS DERIVED ACT, IS_BF16 0, and the
-// functions wgmma and wgmma_first for accumulators of BN / 2.
+// hopper_words.h, activations/cuda.h, hopper_async.h and planes_derived.h come before this file. Macros
+// from the host: BM (128) BN STAGES CLUSTER GROUP_M A_MN B_MN TURNS SAVE HAS_BIAS ADDED A_FORM B_FORM
+// ACT, IS_BF16 0, and the functions wgmma and wgmma_first for accumulators of BN / 2.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
 //   SAVE 1: `pre` is written beside Y.
-//   DERIVED 1: A is dy act'(saved); the activation is of that, and none of Y.
+//   ADDED 1: C is added to what Y holds; without bias and activation.
+//   A_FORM / B_FORM: how the operand is derived; where either is, the activation is of that, none of Y.
 
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2;  // of a plane
 constexpr int STAGE_BYTES = 2 * (A_BYTES + B_BYTES);
@@ -37,19 +38,19 @@ constexpr int B_PART = (B_MN ? BK : BN) / CLUSTER;  // rows this block loads of 
 constexpr u64 A_K_STEP = (A_MN ? 16 * 128 : 32) >> 4;
 constexpr u64 B_K_STEP = (B_MN ? 16 * 128 : 32) >> 4;
 
+constexpr bool DERIVED = A_FORM != FORM_PLAIN || B_FORM != FORM_PLAIN;
+
 static_assert(BM == 128 && BN % 64 == 0 && B_PART % 8 == 0, "BM, BN");
 
 struct Params {
   TensorMap a[4], b[4];                  // planes, high first; then those of small numbers
   const float *a_scales, *b_scales;      // (k-tiles, a_lines), (k-tiles, b_lines)
   const int *a_small, *b_small;          // (k-tiles, lines / 64): whether there are small numbers
-  const float *a_plain, *b_plain;        // the numbers themselves; of A dy, where it is derived
-  const float* a_saved;
+  const float* plain[3][2];              // the numbers themselves, or what they are derived from: of A, of B
   const float* bias;                     // (N) or null
   float *y, *pre;                        // (M, N) dense
   float* parts;                          // (slices, M, N), where there are several
-  long long a_strides[2], b_strides[2];  // of the numbers: along M (N), along K
-  long long saved_strides[2];
+  long long strides[3][2][2];            // of these: along M (N), along K
   int M, N, K, slices, slice_tiles;      // slice_tiles: k-tiles of a slice
   int tiles_m, tiles_n;                  // of CLUSTER * BM rows, of BN columns
   int a_lines, b_lines;                  // M, N and more, a multiple of 64
@@ -386,9 +387,16 @@ struct Results {
   const Params& p;
   int row, column, slice;
 
-  __device__ __forceinline__ float number_of_a(int r, int k) const {
-    const float x = p.a_plain[r * p.a_strides[0] + k * p.a_strides[1]];
-    return DERIVED ? graded(x, p.a_saved[r * p.saved_strides[0] + k * p.saved_strides[1]]) : x;
+  // A number of A or B, of a line along K.
+  template <int kOperand>
+  __device__ __forceinline__ float number(int line, int k) const {
+    constexpr int kForm = kOperand ? B_FORM : A_FORM;
+    const auto read = [&](int i) {
+      const long long* const s = p.strides[i][kOperand];
+      return p.plain[i][kOperand][line * s[0] + k * s[1]];
+    };
+    const float x = read(0), saved = kForm == FORM_PLAIN ? 0.0f : read(1);
+    return derived(kForm, x, saved, kForm == FORM_GATE_GRADIENT ? read(2) : 0.0f);
   }
 
   // sum += the numbers' own products along a k-tile, where a row or a column has no planes there. Places
@@ -417,11 +425,11 @@ struct Results {
       float a[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        a[h] = number_of_a(min(r + 8 * h, p.M - 1), k);
+        a[h] = number<0>(min(r + 8 * h, p.M - 1), k);
 #pragma unroll
       for (int i = 0; i < BN / 4; ++i) {
         const int n = min(c + 8 * (i >> 1) + (i & 1), p.N - 1), at = 4 * (i >> 1) + (i & 1);
-        const float b = p.b_plain[n * p.b_strides[0] + k * p.b_strides[1]];
+        const float b = number<1>(n, k);
         const bool own = columns >> i & 1;
         if (own || rows[0]) sum[at] = fmaf(a[0], b, sum[at]);
         if (own || rows[1]) sum[at + 2] = fmaf(a[1], b, sum[at + 2]);
@@ -448,6 +456,26 @@ struct Results {
     }
   }
 
+  // v += what lies there, alike.
+  __device__ __forceinline__ void add(const float* from, float (&v)[BN / 2], int j, bool pairs) const {
+    const u32 lane = lane_id();
+    const int r = row + (lane >> 2), n = column + 2 * (lane & 3);
+    const float* const at[2] = {from + static_cast<long long>(r) * p.N + n,
+                                from + static_cast<long long>(r + 8) * p.N + n};
+#pragma unroll
+    for (int i = 4 * j; i < 4 * j + 16; i += 2) {
+      const float* const here = at[i >> 1 & 1] + 2 * (i & ~3);
+      const int left = r + 4 * (i & 2) < p.M ? p.N - n - 2 * (i & ~3) : 0;
+      if (pairs && left > 0) {
+        const float2 old = *reinterpret_cast<const float2*>(here);
+        v[i] += old.x, v[i + 1] += old.y;
+      } else {
+        if (left > 0) v[i] += here[0];
+        if (left > 1) v[i + 1] += here[1];
+      }
+    }
+  }
+
   __device__ __forceinline__ void finish(float (&sum)[BN / 2]) const {
     const bool last = p.slices == 1;
     float* const to = last ? p.y : p.parts + slice * (static_cast<long long>(p.M) * p.N);
@@ -469,6 +497,7 @@ struct Results {
         if (SAVE) store(p.pre, sum, j, pairs);
 #pragma unroll
         for (int i = 4 * j; !DERIVED && i < 4 * j + 16; ++i) sum[i] = act(sum[i]);
+        if (ADDED) add(to, sum, j, pairs);
       }
       store(to, sum, j, pairs);
     }
@@ -537,5 +566,6 @@ extern "C" __global__ void __launch_bounds__(256) planes_sums(const __grid_const
   for (int i = 0; i < p.slices; ++i) v += p.parts[i * all + at];
   if (HAS_BIAS) v += p.bias[at % p.N];
   if (SAVE) p.pre[at] = v;
+  if (ADDED) v += p.y[at];
   p.y[at] = DERIVED ? v : act(v);
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
 from math import ceil
 from pathlib import Path
@@ -55,6 +56,19 @@ def why_not_of(m: int, k: int, n: int) -> str | None:
 def pitch(row: int) -> int:
     """Numbers between rows of planes."""
     return -(-row // PITCH) * PITCH
+
+
+class Form(IntEnum):
+    """How a matrix that is split is derived from tensors of its shape."""
+
+    PLAIN = 0
+    """It is the first."""
+    GRADIENT = 1
+    """dy act'(saved), with what the activation saves."""
+    GATED = 2
+    """x act(pre)."""
+    GATE_GRADIENT = 3
+    """dh up act'(pre)."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +124,13 @@ class Config:
 
 def source(
     config: Config,
-    activation: str,
-    has_bias: bool,
-    save_pre: bool,
-    a_mn: bool,
-    b_mn: bool,
-    derived: bool = False,
+    activation: str = "none",
+    *,
+    has_bias: bool = False,
+    save_pre: bool = False,
+    added: bool = False,
+    turned: tuple[bool, bool] = (False, False),
+    forms: tuple[Form, Form] = (Form.PLAIN, Form.PLAIN),
 ) -> str:
     """The complete CUDA C++ source of one specialisation of ``planes.cu``."""
     macros = {
@@ -125,28 +140,35 @@ def source(
         "CLUSTER": config.cluster,
         "GROUP_M": config.group_m,
         "TURNS": int(config.turns),
-        "A_MN": int(a_mn),
-        "B_MN": int(b_mn),
+        "A_MN": int(turned[0]),
+        "B_MN": int(turned[1]),
+        "A_FORM": int(forms[0]),
+        "B_FORM": int(forms[1]),
         "SAVE": int(save_pre),
         "HAS_BIAS": int(has_bias),
-        "DERIVED": int(derived),
-        "IS_BF16": 0,
-        **cuda_macros("tail", activation),
+        "ADDED": int(added),
+        **_macros(activation),
     }
-    return (
-        "".join(f"#define {k} {v}\n" for k, v in macros.items())
-        + wgmma_source(config.bn, torch.float16, a_mn, b_mn)
-        + "".join(p.read_text() for p in (WORDS, CUDA_HEADER, ASYNC, _HERE.with_suffix(".cu")))
-    )
+    instructions = wgmma_source(config.bn, torch.float16, *turned)
+    return _text(macros, instructions, _HERE.with_suffix(".cu"))
 
 
 @cache
 def split_source(activation: str = "none") -> str:
-    """The complete CUDA C++ source of ``planes_split.cu``, with the activation of gradients."""
-    macros = {"IS_BF16": 0, **cuda_macros("tail", activation)}
-    parts = WORDS, CUDA_HEADER, ASYNC, _HERE.with_name("planes_split.cu")
-    defines = (f"#define {k} {v}\n" for k, v in macros.items())
-    return "".join((*defines, *(p.read_text() for p in parts)))
+    """The complete CUDA C++ source of ``planes_split.cu``, with the activation of what is
+    derived."""
+    return _text(_macros(activation), "", _HERE.with_name("planes_split.cu"))
+
+
+def _macros(activation: str) -> dict[str, str | int]:
+    forms = {f"FORM_{form.name}": int(form) for form in Form}
+    return {"IS_BF16": 0, **forms, **cuda_macros("tail", activation)}
+
+
+def _text(macros: dict[str, str | int], instructions: str, kernel: Path) -> str:
+    defines = "".join(f"#define {k} {v}\n" for k, v in macros.items())
+    files = WORDS, CUDA_HEADER, ASYNC, _HERE.with_name("planes_derived.h"), kernel
+    return defines + instructions + "".join(p.read_text() for p in files)
 
 
 STAGES = {64: 4, 128: 3, 192: 2}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fastlinear.families.linear.cuda.planes import Form
 from fastlinear.families.linear.cuda.planes_product import empty, product, sides
 from fastlinear.families.linear.cuda.planes_split import Source, split
 
 # Numbers of a first operand, whose planes take 1 GiB one way; larger ones are split in parts.
 _AT_ONCE = 1 << 27
 _LINES = 128  # of a part a multiple
-_ALL = slice(None)
 
 
 def _parts(lines: int, numbers: int) -> list[slice]:
@@ -29,33 +29,31 @@ def _of_rows(
     """``product`` of A by rows, in parts where it is large."""
     parts = _parts(len(a.numbers), a.numbers.numel())
     if len(parts) == 1:
-        (first, second), _ = split((a, b))
+        first, second = split((a, b))
         return product(first, second, bias, activation, save)
-    (second,), _ = split((b,))
+    (second,) = split((b,))
     y, pre = empty(a.numbers, len(a.numbers), sides(second)[0], save)
     for rows in parts:
-        (first,), _ = split((a.part((rows, _ALL)),))
+        (first,) = split((a.rows(rows),))
         into = y[rows], None if pre is None else pre[rows]
         product(first, second, bias, activation, save, into=into)
     return y, pre
 
 
-def _of_columns(a: Source, b: Source) -> tuple[Tensor | None, Tensor | None]:
-    """``product`` of A by columns, in parts where it is large, and its sums over rows."""
+def _of_columns(a: Source, b: Source) -> Tensor | None:
+    """``product`` of A by columns, in parts where it is large; None where it is but summed."""
     columns = a.numbers.shape[1]
     parts = _parts(columns, a.numbers.numel())
     others = (b,) if a.by_columns else ()
     if len(parts) == 1:
-        made, sums = split((a, *others))
-        return product(made[0], made[1])[0] if made else None, sums
-    sums = a.numbers.new_empty(columns) if a.summed else None
+        made = split((a, *others))
+        return product(made[0], made[1])[0] if made else None
     dw = a.numbers.new_empty(columns, b.numbers.shape[1]) if others else None
-    seconds = split(others)[0] if others else []
+    seconds = split(others) if others else []
     for part in parts:
-        firsts, _ = split((a.part((_ALL, part)),), None if sums is None else sums[part])
-        for first, second in zip(firsts, seconds, strict=True):
+        for first, second in zip(split((a.columns(part),)), seconds, strict=True):
             product(first, second, into=(dw[part], None))  # type: ignore[index]
-    return dw, sums
+    return dw
 
 
 def forward(
@@ -83,7 +81,7 @@ def grad_input(dpre: Tensor, weight: Tensor) -> Tensor:
 
 def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
     """dW (N, K) = dpreᵀ (N, M) x (M, K)."""
-    dw, _ = _of_columns(Source(dpre, by_columns=True), Source(x, by_columns=True))
+    dw = _of_columns(Source(dpre, by_columns=True), Source(x, by_columns=True))
     assert dw is not None
     return dw
 
@@ -107,17 +105,18 @@ def backward(
         needs: which of the three are wanted.
     """
     for_dx, for_dw, for_db = needs
-    if activation == "none":
-        saved = None
-    gradient = Source(dy, saved=saved, activation="none" if saved is None else activation)
+    db = dy.new_empty(dy.shape[1]) if for_db else None
+    gradient = Source(dy)
+    if activation != "none":
+        gradient = Source(dy, form=Form.GRADIENT, saved=saved, activation=activation)
     by_rows = gradient._replace(by_rows=True), Source(weight, by_columns=True)
-    by_columns = gradient._replace(by_columns=for_dw, summed=for_db), Source(x, by_columns=True)
+    by_columns = gradient._replace(by_columns=for_dw, sums=db), Source(x, by_columns=True)
     if not for_dx or dy.numel() > _AT_ONCE:
         dx = _of_rows(*by_rows)[0] if for_dx else None
-        return dx, *(_of_columns(*by_columns) if for_dw or for_db else (None, None))
+        return dx, _of_columns(*by_columns) if for_dw or for_db else None, db
     if not for_dw:
-        (first, second), db = split((by_rows[0]._replace(summed=for_db), by_rows[1]))
+        first, second = split((by_rows[0]._replace(sums=db), by_rows[1]))
         return product(first, second)[0], None, db
     both = by_columns[0]._replace(by_rows=True)
-    (rows, columns, w, turned), db = split((both, by_rows[1], by_columns[1]))
+    rows, columns, w, turned = split((both, by_rows[1], by_columns[1]))
     return product(rows, w)[0], product(columns, turned)[0], db

@@ -14,11 +14,12 @@ from fastlinear.families.linear.cuda.planes import (
     SUMS_KERNEL,
     THREADS,
     Config,
+    Form,
     config_for,
     slice_tiles,
     source,
 )
-from fastlinear.families.linear.cuda.planes_split import TENSORS, Planes
+from fastlinear.families.linear.cuda.planes_split import READ, TENSORS, Planes
 from fastlinear.kernels.cuda import compiled
 from fastlinear.kernels.cuda.hopper import BK
 from fastlinear.kernels.cuda.prepared import MAP_BYTES, Block, Plans, Prepared, prepared
@@ -26,7 +27,7 @@ from fastlinear.native import cuda_driver as driver
 
 _REMEDY = "Leave the configuration to the model."
 _MAPS = 8 * MAP_BYTES
-_PRODUCT_BYTES = _MAPS + 11 * 8 + 6 * 8 + 9 * 4
+_PRODUCT_BYTES = _MAPS + 14 * 8 + 4 * READ * 8 + 9 * 4
 _SUMS_THREADS = 256
 
 plans: Plans[_ProductPlan] = Plans()
@@ -35,23 +36,9 @@ plans: Plans[_ProductPlan] = Plans()
 class _ProductPlan:
     """Launches of ``planes.cu``. Tensors: those of a and of b; bias, y, pre, parts."""
 
-    def __init__(
-        self,
-        a: Planes,
-        b: Planes,
-        biased: bool,
-        activation: str,
-        save_pre: bool,
-        config: Config,
-        device: int,
-    ) -> None:
+    def __init__(self, a: Planes, b: Planes, text: str, config: Config, device: int) -> None:
         self._sizes = *sides(a), sides(b)[0]
         m, _, n = self._sizes
-        derived = a.saved is not None
-        if derived:
-            activation = a.activation
-        ways = a.by_columns, b.by_columns
-        text = source(config, activation, biased, save_pre, *ways, derived)
         block = self._block(a, b, config, device)
         kernel = compiled.kernel(text, KERNEL, config.shared_bytes, device)
         launch = driver.Launch(kernel, THREADS, config.cluster, [block.argument])  # type: ignore[list-item]
@@ -78,18 +65,19 @@ class _ProductPlan:
                     *(rows // parts, 64, plane.data_ptr(), device),
                 )
                 block.map(MAP_BYTES * (4 * i + j), of, first + j)
-            for j in range(3):  # scales, small, numbers
+            for j in range(2 + READ):  # scales, small, what is read
                 block.address(_MAPS + 16 * j + 8 * i, first + 4 + j, 15 if j == 0 else 1)
-            block.numbers(_MAPS + 88 + 16 * i, "2q", *_along(planes.numbers, planes.by_columns))
-        if a.saved is not None:
-            block.address(_MAPS + 48, 7)
-            block.numbers(_MAPS + 120, "2q", *_along(a.saved, a.by_columns))
+            for j, t in enumerate(planes.source.read):
+                strides = (0, 0) if t is None else _along(t, planes.by_columns)
+                block.numbers(_MAPS + 112 + 16 * (2 * j + i), "2q", *strides)
         for i in range(4):  # bias, y, pre, parts
-            block.address(_MAPS + 56 + 8 * i, 2 * TENSORS + i)
+            block.address(_MAPS + 80 + 8 * i, 2 * TENSORS + i)
         tiles_m, tiles_n = -(-m // (128 * config.cluster)), -(-n // config.bn)
         slices, each = config.slices, slice_tiles(k, config.slices)
         lines = [planes.scales.shape[1] for planes in (a, b)]
-        block.numbers(_MAPS + 136, "9i", m, n, k, slices, each, tiles_m, tiles_n, *lines)
+        block.numbers(
+            _MAPS + 112 + 4 * READ * 8, "9i", m, n, k, slices, each, tiles_m, tiles_n, *lines
+        )
         return block
 
     def run(self, *given: Tensor | None) -> None:
@@ -100,7 +88,7 @@ class _ProductPlan:
 
 def sides(planes: Planes) -> tuple[int, int]:
     """Sizes along M (N) and along K."""
-    rows, columns = planes.numbers.shape
+    rows, columns = planes.source.numbers.shape
     return (columns, rows) if planes.by_columns else (rows, columns)
 
 
@@ -108,6 +96,11 @@ def _along(t: Tensor, by_columns: bool) -> tuple[int, int]:
     """Strides along M (N) and along K."""
     rows, columns = t.stride()
     return (columns, rows) if by_columns else (rows, columns)
+
+
+def _facts(planes: Planes) -> tuple[object, ...]:
+    read = [None if t is None else (t.shape, t.stride()) for t in planes.source.read]
+    return (*read, planes.by_columns, planes.source.form)
 
 
 @cache
@@ -128,6 +121,7 @@ def product(
     save_pre: bool = False,
     *,
     into: tuple[Tensor, Tensor | None] | None = None,
+    added: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(act(A Bᵀ + bias), A Bᵀ + bias or None), both (M, N).
@@ -139,6 +133,7 @@ def product(
         activation: its name.
         save_pre: whether to return the second.
         into: memory for both, dense.
+        added: whether A Bᵀ is added to what ``into`` holds; without bias and activation.
         config: how the product is shared out; None lets a model choose.
 
     Raises:
@@ -152,15 +147,25 @@ def product(
         raise UnsupportedError("linear_act (planes backend)", "a configuration", why, _REMEDY)
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    y, pre = into or empty(a.numbers, m, n, save_pre)
-    parts = a.numbers.new_empty(config.slices, m, n) if config.slices > 1 else None
-    facts = [(p.numbers.shape, p.numbers.stride(), p.by_columns) for p in (a, b)]
-    saved = None if a.saved is None else (a.saved.stride(), a.activation)
-    key = (*facts, saved, bias is None, activation, save_pre, config, device)
+    y, pre = into or empty(a.source.numbers, m, n, save_pre)
+    parts = a.source.numbers.new_empty(config.slices, m, n) if config.slices > 1 else None
+    derived = {p.source.activation for p in (a, b) if p.source.form is not Form.PLAIN}
+    if derived:  # of one activation, and the product of none
+        (activation,) = derived
+    how = bias is None, activation, save_pre, added, config
+    key = (_facts(a), _facts(b), *how, device)
 
     def plan() -> _ProductPlan:
+        text = source(
+            *(config, activation),
+            has_bias=bias is not None,
+            save_pre=save_pre,
+            added=added,
+            turned=(a.by_columns, b.by_columns),
+            forms=(a.source.form, b.source.form),
+        )
         with compiled.current(device):
-            return _ProductPlan(a, b, bias is not None, activation, save_pre, config, device)
+            return _ProductPlan(a, b, text, config, device)
 
     plans.of(key, plan).run(*a.tensors, *b.tensors, bias, y, pre, parts)
     return y, pre

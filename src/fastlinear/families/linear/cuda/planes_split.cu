@@ -14,10 +14,10 @@
 // of which two levels might not reach many.
 //
 // A block has 64 rows and 64 columns, 4 by 4 in each thread's registers. It splits them by rows, by
-// columns, or both ways. Where a matrix is a gradient, its numbers are dy act'(saved), with the activation
-// ACT, and their sums over rows are the bias' gradient: those of 64 rows here, of all in planes_bias.
+// columns, or both ways. A matrix may be derived from others, with the activation ACT (planes_derived.h).
+// Sums over rows, a bias' gradient, are those of 64 rows here, of all in planes_bias.
 //
-// hopper_words.h, with IS_BF16 0, and activations/cuda.h come before this file.
+// hopper_words.h, with IS_BF16 0, activations/cuda.h and planes_derived.h come before this file.
 
 constexpr int SEGMENT = 64;
 constexpr float NO_PLANES = -1.0f;
@@ -87,13 +87,15 @@ struct Side {
 };
 
 struct Matrix {
-  const float *from, *saved;       // (rows, columns), columns side by side; saved or null
-  float* sums;                     // (blocks of 64 rows, columns) or null
+  const float* from[3];  // x, saved, other: (rows, columns), columns side by side; null where not read
+  float* sums;           // (blocks of 64 rows, columns) or null
   Side by_rows, by_columns;
-  long long stride, saved_stride;  // of rows, in numbers
+  long long strides[3];  // of rows, in numbers
   int rows, columns, pitch;
-  int wide;                        // whether rows of numbers begin on 16 bytes, as those of planes do
-  int first, across;               // its first block; its blocks beside each other
+  int wide;              // whether rows of numbers begin on 16 bytes, as those of planes do
+  int first, across;     // its first block; its blocks beside each other
+  int form;              // how it is derived
+  int together;          // matrices up to the last with this first block, which take their blocks by turns
 
   // Numbers c to c + 3 of a row, 0 behind its end.
   __device__ __forceinline__ float4 four(const float* numbers, int c) const {
@@ -104,12 +106,13 @@ struct Matrix {
 
   __device__ __forceinline__ float4 read(int row, int c) const {
     if (row >= rows) return {0.0f, 0.0f, 0.0f, 0.0f};
-    float4 v = four(from + row * stride, c);
-    if (ACT != ACT_NONE && saved) {
-      const float4 s = four(saved + row * saved_stride, c);
-      v = {graded(v.x, s.x), graded(v.y, s.y), graded(v.z, s.z), graded(v.w, s.w)};
-    }
-    return v;
+    const float4 x = four(from[0] + row * strides[0], c);
+    if (form == FORM_PLAIN) return x;
+    const float4 s = four(from[1] + row * strides[1], c);
+    float4 o{};
+    if (form == FORM_GATE_GRADIENT) o = four(from[2] + row * strides[2], c);
+    return {derived(form, x.x, s.x, o.x), derived(form, x.y, s.y, o.y), derived(form, x.z, s.z, o.z),
+            derived(form, x.w, s.w, o.w)};
   }
 
   // Planes of such numbers on their scales: of those of the second level, or of the others.
@@ -145,7 +148,7 @@ struct Matrix {
 };
 
 struct Params {
-  Matrix of[3];
+  Matrix of[5];
   int matrices;
 };
 
@@ -180,8 +183,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
   let_next_start();
   int which = 0;
   while (which + 1 < p.matrices && static_cast<int>(blockIdx.x) >= p.of[which + 1].first) ++which;
+  int tile = blockIdx.x - p.of[which].first;
+  const int together = p.of[which].together;
+  which -= tile % together;
+  tile /= together;
   const Matrix& m = p.of[which];
-  const int tile = blockIdx.x - m.first, down = tile / m.across, right = tile - down * m.across;
+  const int down = tile / m.across, right = tile - down * m.across;
   const int own = threadIdx.x, warp = own / 32, four = own % FOURS;
   const int row = down * SEGMENT + own / FOURS * 4, column = right * SEGMENT + 4 * four;
   const bool first_half = own % 32 < FOURS;

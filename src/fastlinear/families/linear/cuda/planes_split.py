@@ -3,7 +3,8 @@ whole backward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -13,18 +14,61 @@ from fastlinear.families.linear.cuda.planes import (
     BIAS_KERNEL,
     SPLIT_KERNEL,
     SPLIT_THREADS,
+    Form,
     pitch,
     split_source,
 )
 from fastlinear.kernels.cuda import compiled
 from fastlinear.kernels.cuda.hopper import BK
-from fastlinear.kernels.cuda.prepared import Block, Plans, prepared
+from fastlinear.kernels.cuda.prepared import Block, Plans, Prepared, prepared
 
 _SIDE_BYTES = 7 * 8
-_MATRIX_BYTES = 3 * 8 + 2 * _SIDE_BYTES + 2 * 8 + 6 * 4
-_MOST_MATRICES = 3
+_MATRIX_BYTES = 4 * 8 + 2 * _SIDE_BYTES + 3 * 8 + 8 * 4
+_MOST_MATRICES = 5
 _SPLIT_BYTES = _MOST_MATRICES * _MATRIX_BYTES + 8
 _BIAS_COLUMNS = 32
+
+
+class Source(NamedTuple):
+    """What is to be split.
+
+    Attributes:
+        numbers: (rows, columns) of float32.
+        by_rows, by_columns: which ways; by columns a scale belongs to 64 numbers of a column.
+        form: how the matrix is derived from these numbers and the next two.
+        saved, other: (rows, columns), where its form reads them.
+        activation: of its form; one for all that are split together.
+        sums: memory for its sums over rows, (columns,).
+    """
+
+    numbers: Tensor
+    by_rows: bool = False
+    by_columns: bool = False
+    form: Form = Form.PLAIN
+    saved: Tensor | None = None
+    other: Tensor | None = None
+    activation: str = "none"
+    sums: Tensor | None = None
+
+    @property
+    def read(self) -> tuple[Tensor | None, ...]:
+        """What it is derived from."""
+        return self.numbers, self.saved, self.other
+
+    def replaced(self, one: Callable[[Tensor], Tensor]) -> Source:
+        """The same with another of each tensor that is read."""
+        numbers, saved, other = (None if t is None else one(t) for t in self.read)
+        assert numbers is not None
+        return self._replace(numbers=numbers, saved=saved, other=other)
+
+    def rows(self, rows: slice) -> Source:
+        """Some of its rows."""
+        return self.replaced(lambda t: t[rows])
+
+    def columns(self, columns: slice) -> Source:
+        """Some of its columns."""
+        sums = None if self.sums is None else self.sums[columns]
+        return self.replaced(lambda t: t[:, columns])._replace(sums=sums)
 
 
 class Planes(NamedTuple):
@@ -35,10 +79,8 @@ class Planes(NamedTuple):
         small_high, small_low: of those that are; not written where there are none.
         scales: (segments of 64 along K, rows or columns and more); -1 where there are no planes.
         small: (segments, lines / 64), whether there are small numbers.
-        numbers: the matrix, or dy of the gradient that it is.
-        saved: what the activation of that saved; None of a matrix.
+        source: the matrix.
         by_columns: whether K is the dimension of rows.
-        activation: of the gradient.
     """
 
     high: Tensor
@@ -47,10 +89,8 @@ class Planes(NamedTuple):
     small_low: Tensor
     scales: Tensor
     small: Tensor
-    numbers: Tensor
-    saved: Tensor | None
+    source: Source
     by_columns: bool
-    activation: str = "none"
 
     @property
     def made(self) -> tuple[Tensor, ...]:
@@ -61,47 +101,24 @@ class Planes(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All of it."""
-        return *self.made, self.numbers, self.saved
+        return *self.made, *self.source.read
 
 
-TENSORS, _OF_SIDE = 8, 6  # of Planes; of these, made
-
-
-class Source(NamedTuple):
-    """What is to be split.
-
-    Attributes:
-        numbers: (rows, columns) of float32.
-        by_rows, by_columns: which ways; by columns a scale belongs to 64 numbers of a column.
-        saved: of a gradient dy act'(saved), with dy the numbers; (rows, columns).
-        activation: its activation.
-        summed: whether its sums over rows are wanted.
-    """
-
-    numbers: Tensor
-    by_rows: bool = False
-    by_columns: bool = False
-    saved: Tensor | None = None
-    activation: str = "none"
-    summed: bool = False
-
-    def part(self, of: tuple[slice, slice]) -> Source:
-        """Some of its rows and columns."""
-        saved = None if self.saved is None else self.saved[of]
-        return self._replace(numbers=self.numbers[of], saved=saved)
-
+_OF_SIDE, READ = 6, 3
+TENSORS = _OF_SIDE + READ
+"""Of Planes: those that are made, and those that are read."""
 
 plans: Plans[_SplitPlan] = Plans()
+Turns = tuple[tuple[int, int], ...]
 
 
 def _side_by_side(source: Source) -> tuple[Source, bool]:
     """A matrix whose rows are side by side in memory: itself, turned, or a copy; whether turned."""
     t = source.numbers
-    if source.saved is None and not source.summed and t.stride(0) == 1 < t.stride(1) and len(t) > 1:
+    turned = t.stride(0) == 1 < t.stride(1) and len(t) > 1
+    if turned and source.form is Form.PLAIN and source.sums is None:
         return Source(t.t(), source.by_columns, source.by_rows), True
-    saved = source.saved
-    dense = source._replace(numbers=_dense(t), saved=None if saved is None else _dense(saved))
-    return dense, False
+    return source.replaced(_dense), False
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -112,19 +129,15 @@ def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def split(
-    sources: Sequence[Source], bias: Tensor | None = None
-) -> tuple[list[Planes], Tensor | None]:
-    """Planes of up to three matrices in one launch, by rows before by columns; a bias' gradient.
+def split(sources: Sequence[Source]) -> list[Planes]:
+    """Planes of up to five matrices in one launch, by rows before by columns, and their sums.
 
     Args:
-        sources: what to split; turned where columns are side by side in memory. The first one may
-            be a gradient.
-        bias: memory for its sums.
+        sources: what to split; turned where columns are side by side in memory. Those that are read
+            from the same memory are best told one after the other.
     """
     found = [_side_by_side(source) for source in sources]
     laid = [one for one, _ in found]
-    first = laid[0]
     made: list[Planes] = []
     given: list[Tensor | None] = []
     for one, turned in found:
@@ -134,27 +147,26 @@ def split(
         padding = (None,) * _OF_SIDE
         by_rows = sides[0].made if one.by_rows else padding
         by_columns = sides[-1].made if one.by_columns else padding
-        given += [one.numbers, one.saved, *by_rows, *by_columns]
-    sums = None
-    if first.summed:
-        rows, columns = first.numbers.shape
-        sums = first.numbers.new_empty(_up(rows, BK) // BK, columns)
-        bias = first.numbers.new_empty(columns) if bias is None else bias
-    device = first.numbers.device.index
+        t, parts = one.numbers, None
+        if one.sums is not None:
+            parts = t.new_empty(_up(len(t), BK) // BK, t.shape[1])
+        given += [*one.read, parts, one.sums, *by_rows, *by_columns]
+    device = laid[0].numbers.device.index
+
+    turns = _turns(laid)
 
     def plan() -> _SplitPlan:
         with compiled.current(device):
-            return _SplitPlan(laid, device)
+            return _SplitPlan(laid, turns, device)
 
-    plans.of((device, *map(_facts, laid)), plan).run(*given, sums, bias)
-    return made, bias
+    plans.of((device, turns, *map(_facts, laid)), plan).run(*given)
+    return made
 
 
 def _facts(source: Source) -> tuple[object, ...]:
-    numbers, *ways, saved, activation, summed = source
-    kept = None if saved is None else (saved.stride(0), saved.data_ptr() % 16)
-    lie = numbers.shape, numbers.stride(0), numbers.data_ptr() % 16
-    return (*lie, *ways, kept, activation, summed)
+    ways, form = (source.by_rows, source.by_columns), (source.form, source.activation)
+    read = [None if t is None else (t.stride(0), t.data_ptr() % 16) for t in source.read]
+    return (source.numbers.shape, *read, *ways, *form, source.sums is None)
 
 
 def _side(source: Source, by_columns: bool) -> Planes:
@@ -166,52 +178,64 @@ def _side(source: Source, by_columns: bool) -> Planes:
     scales = t.new_empty(segments, blocks * BK)
     small = t.new_empty(segments, blocks, dtype=torch.int32)
     high, low, small_high, small_low = planes
-    of = (t, source.saved, by_columns, source.activation)
-    return Planes(high, low, small_high, small_low, scales, small, *of)
+    return Planes(high, low, small_high, small_low, scales, small, source, by_columns)
 
 
 class _SplitPlan:
-    """Launches of ``planes_split.cu``. Tensors: of each matrix numbers, saved and what is made by
-    rows and by columns; sums, the bias' gradient."""
+    """Launches of ``planes_split.cu``. Tensors of each matrix: those read, sums of 64 rows each,
+    sums of all, and what is made by rows and by columns."""
 
-    def __init__(self, sources: Sequence[Source], device: int) -> None:
-        text = split_source(sources[0].activation)
+    def __init__(self, sources: Sequence[Source], turns: Turns, device: int) -> None:
+        (activation,) = {s.activation for s in sources if s.form is not Form.PLAIN} or {"none"}
+        text = split_source(activation)
         block, first = Block(_SPLIT_BYTES), 0
-        each, last = 2 + 2 * _OF_SIDE, len(sources) * (2 + 2 * _OF_SIDE)
+        each = READ + 2 + 2 * _OF_SIDE
+        sums: list[Prepared] = []
         for i, one in enumerate(sources):
-            t, saved = one.numbers, one.saved
-            rows, columns = t.shape
-            wide = all(
-                u is None or (u.data_ptr() % 16 == 0 and (u.stride(0) % 4 == 0 or rows == 1))
-                for u in (t, saved)
-            )
-            across = _up(columns, BK) // BK
+            rows, columns = one.numbers.shape
+            read = [t for t in one.read if t is not None]
+            wide = all(u.data_ptr() % 16 == 0 and (u.stride(0) % 4 == 0 or rows == 1) for u in read)
+            down, across = _up(rows, BK) // BK, _up(columns, BK) // BK
             at, tensor = _MATRIX_BYTES * i, each * i
-            for j in range(2):
+            for j in range(READ + 1):
                 block.address(at + 8 * j, tensor + j, 15)
-            if one.summed:
-                block.address(at + 16, last)
+            at += 8 * (READ + 1)
             for way, (wanted, lines) in enumerate(((one.by_rows, rows), (one.by_columns, columns))):
-                side, of_side = at + 24 + _SIDE_BYTES * way, tensor + 2 + _OF_SIDE * way
+                side, of_side = at + _SIDE_BYTES * way, tensor + READ + 2 + _OF_SIDE * way
                 for j in range(_OF_SIDE if wanted else 0):
                     block.address(side + 8 * j, of_side + j, 15)
                 block.numbers(side + 8 * _OF_SIDE, "q", _up(lines, BK))
-            strides = t.stride(0), 0 if saved is None else saved.stride(0)
-            table = rows, columns, pitch(columns), int(wide), first, across
-            block.numbers(at + 24 + 2 * _SIDE_BYTES, "2q6i", *strides, *table)
-            first += _up(rows, BK) // BK * across
+            strides = [0 if t is None else t.stride(0) for t in one.read]
+            table = rows, columns, pitch(columns), int(wide), first, across, one.form, turns[i][1]
+            block.numbers(at + 2 * _SIDE_BYTES, f"{READ}q8i", *strides, *table)
+            if turns[i][0] == turns[i][1] - 1:
+                first += down * across * turns[i][1]
+            if one.sums is not None:
+                own = Block(24)
+                for j in range(2):
+                    own.address(8 * j, tensor + READ + j)
+                own.numbers(16, "2i", down, columns)
+                blocks = -(-columns // _BIAS_COLUMNS)
+                sums.append(prepared(text, BIAS_KERNEL, own, SPLIT_THREADS, blocks, device))
         block.numbers(_MOST_MATRICES * _MATRIX_BYTES, "i", len(sources))
-        self._runs = [prepared(text, SPLIT_KERNEL, block, SPLIT_THREADS, first, device)]
-        if sources[0].summed:
-            rows, columns = sources[0].numbers.shape
-            block = Block(24)
-            block.address(0, last)
-            block.address(8, last + 1)
-            block.numbers(16, "2i", _up(rows, BK) // BK, columns)
-            blocks = -(-columns // _BIAS_COLUMNS)
-            self._runs.append(prepared(text, BIAS_KERNEL, block, SPLIT_THREADS, blocks, device))
+        self._runs = [prepared(text, SPLIT_KERNEL, block, SPLIT_THREADS, first, device), *sums]
 
     def run(self, *given: Tensor | None) -> None:
         """All launches."""
         for launch in self._runs:
             launch(*given)
+
+
+def _turns(sources: Sequence[Source]) -> Turns:
+    """Of each matrix its place among those that take blocks by turns, and how many these are: what
+    one of them has read is still near when the next one reads it."""
+    found: list[tuple[int, int]] = []
+    for _, one in groupby(sources, _read_by_turns):
+        count = len(list(one))
+        found += [(i, count) for i in range(count)]
+    return tuple(found)
+
+
+def _read_by_turns(source: Source) -> tuple[object, ...]:
+    t = source.numbers
+    return (t.shape, id(source)) if source.saved is None else (t.shape, source.saved.data_ptr())
