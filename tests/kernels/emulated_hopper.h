@@ -132,6 +132,15 @@ inline int __syncthreads_or(int v) {
   __syncthreads();
   return all;
 }
+inline bool bar_any(int id, int threads, bool v) {
+  static bool found[16][3];
+  static int turn[16][MOST_THREADS];  // of three, by which one is free to be cleared
+  const int now = turn[id][current] = (turn[id][current] + 1) % 3;
+  if (v) found[id][now] = true;
+  found[id][(now + 1) % 3] = false;
+  bar_sync(id, threads);
+  return found[id][now];
+}
 inline void __syncwarp() { meet(block.warps[current / 32], 32); }
 inline u32 lane_id() { return current % 32; }
 inline void let_next_start() {}
@@ -279,9 +288,9 @@ inline int atomicAdd(int* at, int v) {
 inline void fence_async() {}
 
 struct Extent {
-  const unsigned short* from;
+  const char* from;
   long long row_stride;
-  int rows, columns, box_rows;
+  int rows, columns, box_rows, bytes;  // of a number
 };
 
 struct alignas(64) TensorMap {
@@ -293,11 +302,13 @@ inline void tma_load(u32 dst, const TensorMap* map, u32 bar, int x, int y) {
   ++block.version;
   Extent extent;
   memcpy(&extent, map->bytes, sizeof(extent));
+  const int bytes = extent.bytes;
   for (int r = 0; r < extent.box_rows; ++r) {
-    for (int c = 0; c < 64; ++c) {
+    for (int c = 0; c < 128 / bytes; ++c) {
       const bool exists = y + r < extent.rows && x + c < extent.columns;
-      const unsigned short v = exists ? extent.from[(y + r) * extent.row_stride + x + c] : 0;
-      memcpy(block.memory + swizzled(dst + r * 128 + c * 2), &v, 2);
+      u32 v = 0;
+      if (exists) memcpy(&v, extent.from + ((y + r) * extent.row_stride + x + c) * bytes, bytes);
+      memcpy(block.memory + swizzled(dst + r * 128 + c * bytes), &v, bytes);
     }
   }
   Mbarrier& barrier = block.barriers.at(bar);
@@ -345,18 +356,23 @@ struct Decoded {
 };
 static Decoded every_decoded[64];
 
-template <int kCount>
-inline void wgmma(float (&acc)[kCount], u64 a, u64 b) {
-  const int lane = current % 32, warp = current / 32 % 4;
+static const Decoded& decoded_of(u64 b, int count) {
   Decoded& decoded = every_decoded[(b ^ b >> 6 ^ b >> 12) % 64];
-  if (decoded.desc != b || decoded.version != block.version || decoded.count < 2 * kCount) {
-    decoded.desc = b, decoded.version = block.version, decoded.count = 2 * kCount;
-    for (int n = 0; n < 2 * kCount; ++n)
+  if (decoded.desc != b || decoded.version != block.version || decoded.count < count) {
+    decoded.desc = b, decoded.version = block.version, decoded.count = count;
+    for (int n = 0; n < count; ++n)
       for (int k = 0; k < 16; ++k) decoded.values[n][k] = operand(b, n, k);
   }
+  return decoded;
+}
+
+// A thread's part of two rows of A, 8 apart, with B.
+template <int kCount>
+inline void multiply_rows(float (&acc)[kCount], const float (&rows)[2][16], u64 b) {
+  const int lane = current % 32;
+  const Decoded& decoded = decoded_of(b, 2 * kCount);
   for (int h = 0; h < 2; ++h) {
-    float row[16];
-    for (int k = 0; k < 16; ++k) row[k] = operand(a, warp * 16 + lane / 4 + 8 * h, k);
+    const float* const row = rows[h];
     for (int j = 0; j < kCount / 4; ++j) {
       for (int e = 0; e < 2; ++e) {
         const float* const column = decoded.values[8 * j + lane % 4 * 2 + e];
@@ -368,7 +384,35 @@ inline void wgmma(float (&acc)[kCount], u64 a, u64 b) {
 }
 
 template <int kCount>
-inline void wgmma_first(float (&acc)[kCount], u64 a, u64 b) {
+inline void wgmma(float (&acc)[kCount], u64 a, u64 b) {
+  const int lane = current % 32, warp = current / 32 % 4;
+  float rows[2][16];
+  for (int h = 0; h < 2; ++h)
+    for (int k = 0; k < 16; ++k) rows[h][k] = operand(a, warp * 16 + lane / 4 + 8 * h, k);
+  multiply_rows(acc, rows, b);
+}
+
+// A from registers: a word holds numbers 2c and 2c + 1 of 8, c of lane % 4; of the upper row, of the lower,
+// and of both for the next 8.
+template <int kCount>
+inline void wgmma(float (&acc)[kCount], const u32 (&a)[4], u64 b) {
+  const int lane = current % 32;
+  static u32 words[32][32][4];
+  memcpy(words[current / 32][lane], a, sizeof(a));
+  __syncwarp();
+  float rows[2][16];
+  for (int i = 0; i < 4; ++i) {
+    for (int c = 0; c < 4; ++c) {
+      float* const to = &rows[i % 2][i / 2 * 8 + 2 * c];
+      unpack(words[current / 32][lane / 4 * 4 + c][i], to[0], to[1]);
+    }
+  }
+  __syncwarp();
+  multiply_rows(acc, rows, b);
+}
+
+template <int kCount, class Operand>
+inline void wgmma_first(float (&acc)[kCount], const Operand& a, u64 b) {
   for (float& sum : acc) sum = 0;
   wgmma(acc, a, b);
 }

@@ -76,11 +76,11 @@ def _product(name: str) -> str:
 
 
 class Map(driver.TensorMap):
-    """A TMA descriptor of rows of 64 numbers, as ``emulated_hopper.h`` reads it."""
+    """A TMA descriptor of rows of 128 bytes, as ``emulated_hopper.h`` reads it."""
 
     def __init__(
         self,
-        _dtype: str,
+        dtype: str,
         n: int,
         k: int,
         stride: int,
@@ -89,17 +89,18 @@ class Map(driver.TensorMap):
         address: int,
         _device: int,
     ) -> None:
-        assert box_columns == 64
-        assert stride % 8 == 0
+        size = {"float16": 2, "bfloat16": 2, "float32": 4}[dtype]
+        assert box_columns * size == 128
+        assert stride * size % 16 == 0
         assert address % 16 == 0
-        self._facts = stride, n, k, box_rows
+        self._facts = stride, n, k, box_rows, size
         self._own = ctypes.create_string_buffer(128)
         self.pointer = ctypes.addressof(self._own)
         self.point_at(address)
 
     def point_at(self, address: int) -> None:
         assert address % 16 == 0
-        ctypes.memmove(self.pointer, struct.pack("<Qqiii", address, *self._facts), 28)
+        ctypes.memmove(self.pointer, struct.pack("<Qqiiii", address, *self._facts), 32)
 
 
 class Launch:

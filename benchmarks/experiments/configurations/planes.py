@@ -1,4 +1,5 @@
-"""Products of linear_act's ``planes``, of operands that are split already."""
+"""Products of linear_act's ``planes``, of operands that are split already, or of which the first is
+split in registers."""
 
 from __future__ import annotations
 
@@ -30,7 +31,15 @@ def _draw(draw: Random) -> Problem | None:
     if max(m * k, k * n, m * n) > _MOST_NUMBERS or 2 * m * k * n > _MOST_FLOPS:
         return None
     activation = draw.choice(("none", "relu", "gelu")) if piece == "forward" else "none"
-    return {"piece": piece, "M": m, "K": k, "N": n, "activation": activation}
+    first = n if piece == "grad_input" else k
+    reads = draw.choice((0, 1, 2)) if piece != "grad_weight" and first % 4 == 0 else 0
+    found = {"piece": piece, "M": m, "K": k, "N": n, "activation": activation}
+    return {**found, "reads": reads} if reads else found
+
+
+def _reads(p: Problem) -> int:
+    """Of how many matrices the first operand is split in registers: a gradient's of two."""
+    return min(int(p.get("reads", 0)), 2 if p["piece"] == "grad_input" else 1)
 
 
 def _product(p: Problem) -> tuple[int, int, int]:
@@ -44,7 +53,7 @@ def _candidates(p: Problem) -> list[Config]:
     m, n, k = _product(p)
     found = [
         replace(c, turns=turned, cluster=cluster)
-        for c in planes.candidates(m, n, k)
+        for c in planes.candidates(m, n, k, _reads(p))
         for turned in (True, False)
         for cluster in (1, 2)
     ]
@@ -67,9 +76,19 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
         given = high, low, small_high, small_low, scales, small
         return planes_split.Planes(*given, planes_split.Source(numbers), not by_rows)
 
-    ways = of_rows[p["piece"]]
-    sets = turns(m * k + k * n + m * n, torch.float32)
-    return [(split(m, ways[0]), split(n, ways[1])) for _ in range(sets)]
+    ways, reads = of_rows[p["piece"]], _reads(p)
+
+    def first() -> planes_product.Operand:
+        if not reads:
+            return split(m, ways[0])
+        numbers = planes_split.Source(normal(place, torch.float32, m, k))
+        if reads == 1:
+            return numbers
+        saved = normal(place, torch.float32, m, k)
+        return numbers._replace(form=planes.Form.GRADIENT, saved=saved, activation="silu")
+
+    sets = turns(m * k * max(1, reads) + k * n + m * n, torch.float32)
+    return [(first(), split(n, ways[1])) for _ in range(sets)]
 
 
 def _run(p: Problem, c: Config) -> Callable[..., Any]:
@@ -78,13 +97,13 @@ def _run(p: Problem, c: Config) -> Callable[..., Any]:
 
 KIND = Kind(
     draw=_draw,
-    chosen=lambda p: planes.config_for(*_product(p), _UNITS),
+    chosen=lambda p: planes.config_for(*_product(p), _UNITS, _reads(p)),
     candidates=_candidates,
     microseconds=lambda p, c: c.microseconds(*_product(p), _UNITS),
     inputs=_inputs,
     run=_run,
     terms=lambda p, c: c.terms(*_product(p), _UNITS),
     config=lambda p, fields: Config(**fields),
-    group=lambda p: "all",
+    group=lambda p: ("planes", "numbers", "gradients")[_reads(p)],
     plans=planes_product.plans,
 )

@@ -20,7 +20,7 @@ from fastlinear.core.compare import judge, relative_error
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.linear import reference
 from fastlinear.families.linear.cuda import planes_backend, planes_product, planes_split
-from fastlinear.families.linear.cuda.planes import KERNEL, STAGES, SUMS_KERNEL, Config
+from fastlinear.families.linear.cuda.planes import KERNEL, STAGES, SUMS_KERNEL, Config, Form
 from fastlinear.families.linear.cuda.planes_split import Planes, Source
 from tests.kernels import emulation
 from tests.kernels.emulation import emulate
@@ -182,6 +182,76 @@ def test_bias_and_activation(slices: int) -> None:
     oracle = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     near(pre, theirs, oracle)
     near(y, torch.nn.functional.gelu(theirs), torch.nn.functional.gelu(oracle))
+
+
+def multiply(
+    a: Tensor | Source, b: Tensor, config: Config, turned: tuple[bool, bool] = (False, False)
+) -> Tensor:
+    """A Bᵀ, with A split before or in registers; ``turned``: operands that lie across K."""
+    (second,) = split((b.t().contiguous() if turned[1] else b,), turned[1:])
+    source = a if isinstance(a, Source) else Source(a.t().contiguous() if turned[0] else a)
+    if config.reads:
+        assert planes_product.can_be_read(source)
+        return planes_product.product(source, second, config=config)[0]
+    ways = source._replace(by_rows=not turned[0], by_columns=turned[0])
+    return planes_product.product(*planes_split.split([ways]), second, config=config)[0]
+
+
+def alike(ours: Tensor, theirs: Tensor) -> None:
+    """As near as two orders of adding are; NaN and infinities in the same places."""
+    most = theirs.nan_to_num(0, 0, 0).abs().amax(1, keepdim=True)
+    torch.testing.assert_close(ours / most, theirs / most, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+_DIRECT = [
+    Config(64, 4, reads=1),
+    Config(64, 3, reads=1, slices=2, turns=False),
+    Config(128, 3, reads=1, slices=2),
+    Config(128, 2, reads=1),
+]
+
+
+@pytest.mark.parametrize("config", _DIRECT, ids=str)
+@pytest.mark.parametrize(("m", "k", "n"), [(130, 200, 70), (1, 132, 9), (300, 256, 129)])
+def test_numbers_split_in_registers(m: int, k: int, n: int, config: Config) -> None:
+    x, weight = values(m, k), values(n, k, seed=1)
+    x[:, 64:128] *= 2.0**-40
+    for turned in (False, True):
+        ours = multiply(x, weight, config, (False, turned))
+        near(ours, x @ weight.t(), x.double() @ weight.double().t())
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 2.0**60])
+@pytest.mark.parametrize("which", ["a", "b", "both"])
+def test_any_numbers_split_in_registers(which: str, value: float) -> None:
+    """Of rows of one consumer and of both."""
+    x, weight = values(140, 132), values(70, 132, seed=1)
+    for t, at in ((x, (77, 13)), (x, (3, 70)), (weight, (20, 131)), (weight, (69, 13))):
+        if which in ("both", "a" if t is x else "b"):
+            t[at] = value
+    for config in _DIRECT:
+        apart = replace(config, reads=0)
+        alike(multiply(x, weight, config), multiply(x, weight, apart))
+
+
+@pytest.mark.parametrize("config", [Config(64, 2, reads=2), Config(128, 2, reads=2)], ids=str)
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_gradients_split_in_registers(activation: str, config: Config) -> None:
+    dy, saved, weight = values(150, 140), values(150, 140, seed=1), values(70, 140, seed=2)
+    dy[77, 13], dy[3, 70:80] = 2.0**60, dy[3, 70:80] * 2.0**-35
+    given = Source(dy, form=Form.GRADIENT, saved=saved, activation=activation)
+    for turned in (False, True):
+        ours = multiply(given, weight, config, (False, turned))
+        alike(ours, multiply(given, weight, replace(config, reads=0), (False, turned)))
+
+
+def test_what_can_be_read() -> None:
+    x = values(20, 64)
+    assert planes_product.can_be_read(Source(x))
+    assert planes_product.can_be_read(Source(x[:, :30]))
+    assert not planes_product.can_be_read(Source(x.t()))
+    assert not planes_product.can_be_read(Source(x[:, 1:]))
+    assert not planes_product.can_be_read(Source(x, saved=values(20, 63)))
 
 
 @pytest.mark.parametrize("slices", [1, 2])
@@ -379,7 +449,15 @@ def test_columns_without_planes(column: int) -> None:
 @pytest.mark.parametrize("bits", [8, 14, 20])
 @pytest.mark.parametrize("wide", ["a", "b", "both"])
 @pytest.mark.parametrize(
-    "config", [Config(64, 4), Config(128, 3, slices=2), Config(192, 2)], ids=str
+    "config",
+    [
+        Config(64, 4),
+        Config(128, 3, slices=2),
+        Config(192, 2),
+        Config(64, 4, reads=1),
+        Config(128, 2, reads=1),
+    ],
+    ids=str,
 )
 def test_numbers_of_any_size_beside_each_other(wide: str, config: Config, bits: int) -> None:
     """Each output, where the other operand is 0 beside all but one of the sizes."""
@@ -393,24 +471,24 @@ def test_numbers_of_any_size_beside_each_other(wide: str, config: Config, bits: 
     for only in range(5):
         keep = (torch.arange(200) % 5 == only).float()
         one, other = (a * keep, b) if wide == "b" else (a, b * keep)
-        for turned in (False, True):
-            given = [t.t().contiguous() if turned else t for t in (one, other)]
-            planes = split(given, (turned, turned))
-            ours, _ = planes_product.product(*planes, config=config)  # type: ignore[misc]
-            theirs, oracle = one @ other.t(), one.double() @ other.double().t()
-            for row in range(0, 150, 7):
-                near(ours[row], theirs[row], oracle[row])
+        turned = only % 2 == 1
+        ours = multiply(one, other, config, (turned and not config.reads, turned))
+        theirs, oracle = one @ other.t(), one.double() @ other.double().t()
+        for row in range(0, 150, 7):
+            near(ours[row], theirs[row], oracle[row])
 
 
-@pytest.mark.parametrize("bn", STAGES)
-def test_small_numbers_that_meet_small_ones(bn: int) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [*(Config(bn, stages) for bn, stages in STAGES.items()), _DIRECT[0], _DIRECT[2]],
+    ids=str,
+)
+def test_small_numbers_that_meet_small_ones(config: Config) -> None:
     """Where either operand has large ones, the other is 0."""
     a, b = values(150, 200), values(200, 200, seed=1)
     a[:, 1::3], a[:, 2::3] = a[:, 1::3] * 2.0**-40, 0
     b[:, 1::3], b[:, 0::3] = b[:, 1::3] * 2.0**-35, 0
-    planes = split((a, b), (False, False))
-    ours, _ = planes_product.product(*planes, config=Config(bn, STAGES[bn]))  # type: ignore[misc]
-    near(ours, a @ b.t(), a.double() @ b.double().t())
+    near(multiply(a, b, config), a @ b.t(), a.double() @ b.double().t())
 
 
 @pytest.mark.parametrize(
@@ -439,8 +517,9 @@ def test_products_of_small_numbers_stay_in_range(
     a[:, 2::3] *= 2.0 ** (largest[0] - below[0])
     b[:, 2::3] *= 2.0 ** (largest[1] - below[1])
     for one, other in ((a, b), (b, a)):
-        ours, _ = planes_backend.forward(one, other, None, "none", False)
-        near(ours, one @ other.t(), one.double() @ other.double().t())
+        for config in (Config(64, 4), _DIRECT[0]):
+            ours = multiply(one, other, config)
+            near(ours, one @ other.t(), one.double() @ other.double().t())
 
 
 @pytest.mark.parametrize("bits", [56, 60, 70])

@@ -62,6 +62,17 @@ def test_products_of_gradients_stay_in_registers(bn: int, turned: bool) -> None:
             assert _frame(Config(bn, STAGES[bn]), activation, **how) <= most
 
 
+@pytest.mark.parametrize("reads", [1, 2])
+def test_numbers_stay_in_registers(reads: int) -> None:
+    """Of x and a layer's epilogue, or of a gradient."""
+    how: dict[str, Any] = {"has_bias": True, "save_pre": True}
+    if reads == 2:
+        how = {"turned": (False, True), "forms": (Form.GRADIENT, Form.PLAIN)}
+    for config in planes.candidates(8192, 256, 64, reads):
+        for activation in ("gelu", "silu"):
+            assert _frame(config, activation, **how) <= 8
+
+
 def test_the_chosen_configuration_can_serve() -> None:
     for m, n, k in ((8192, 4096, 4096), (1, 1, 1), (256, 256, 1 << 17), (300, 1, 70)):
         found = planes.config_for(m, n, k, 132)
@@ -73,7 +84,7 @@ def test_the_chosen_configuration_can_serve() -> None:
 def test_the_model_of_time_chooses_what_was_fastest() -> None:
     """Of the configurations that were timed for each of some drawn problems."""
     kind = KIND
-    (timed,) = read(kind, ROOT / "results/nvidia-h200/planes.jsonl.gz").values()
+    timed = read(kind, ROOT / "results/nvidia-h200/planes.jsonl.gz")["planes"]
     told = [kind.microseconds(r.problem, r.config) for r in timed]
     assert len(timed) > 2000
     assert mean(regrets(timed, np.array(told))) < 1.04

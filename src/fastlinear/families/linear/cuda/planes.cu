@@ -18,19 +18,23 @@
 // Where a row or column has no planes over BK numbers (its scale is below 0), a warp multiplies and adds
 // these numbers themselves.
 //
+// A may also come as numbers (READS), of which consumers make planes in registers: that costs arithmetic
+// for each column of tiles, and saves writing planes and reading them.
+//
 // Slices share K out: their sums go to `parts`, and planes_sums adds them in order and finishes them.
 // Every sum is added in one order: results are deterministic.
 //
-// hopper_words.h, activations/cuda.h, hopper_async.h and planes_derived.h come before this file. Macros
-// from the host: BM (128) BN STAGES CLUSTER GROUP_M A_MN B_MN TURNS SAVE HAS_BIAS ADDED A_FORM B_FORM
+// hopper_words.h, activations/cuda.h, hopper_async.h and planes.h come before this file. Macros
+// from the host: BM (128) BN STAGES CLUSTER GROUP_M A_MN B_MN TURNS READS SAVE HAS_BIAS ADDED A_FORM B_FORM
 // ACT, IS_BF16 0, and the functions wgmma and wgmma_first for accumulators of BN / 2.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
+//   READS: 0 where A comes as planes, else of how many matrices; rows along K, of one block without clusters.
 //   SAVE 1: `pre` is written beside Y.
 //   ADDED 1: C is added to what Y holds; without bias and activation.
 //   A_FORM / B_FORM: how the operand is derived; where either is, the activation is of that, none of Y.
 
-constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2;  // of a plane
-constexpr int STAGE_BYTES = 2 * (A_BYTES + B_BYTES);
+constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2;  // of a plane, or of half a tile of numbers
+constexpr int A_STAGE = (READS ? 2 * READS : 2) * A_BYTES, STAGE_BYTES = A_STAGE + 2 * B_BYTES;
 constexpr int TOLD_OFFSET = (BM + BN) * 4;  // behind scales, what a step is
 constexpr int SCALES_OFFSET = STAGES * STAGE_BYTES, SCALES_BYTES = TOLD_OFFSET + 16;
 constexpr int BAR_OFFSET = SCALES_OFFSET + 2 * STAGES * SCALES_BYTES;
@@ -41,9 +45,10 @@ constexpr u64 B_K_STEP = (B_MN ? 16 * 128 : 32) >> 4;
 constexpr bool DERIVED = A_FORM != FORM_PLAIN || B_FORM != FORM_PLAIN;
 
 static_assert(BM == 128 && BN % 64 == 0 && B_PART % 8 == 0, "BM, BN");
+static_assert(!READS || (!A_MN && CLUSTER == 1), "READS");
 
 struct Params {
-  TensorMap a[4], b[4];                  // planes, high first; then those of small numbers
+  TensorMap a[4], b[4];                  // planes, high first; then those of small numbers; or READS matrices
   const float *a_scales, *b_scales;      // (k-tiles, a_lines), (k-tiles, b_lines)
   const int *a_small, *b_small;          // (k-tiles, lines / 64): whether there are small numbers
   const float* plain[3][2];              // the numbers themselves, or what they are derived from: of A, of B
@@ -116,7 +121,7 @@ struct Small {
     const int row = tile.m * CLUSTER * (BM / 64), column = tile.n * (BN / 64);
 #pragma unroll
     for (int i = 0; i < CLUSTER * (BM / 64); ++i)
-      rows[i] = row + i < each_a ? p.a_small[static_cast<long long>(kt) * each_a + row + i] : 0;
+      rows[i] = !READS && row + i < each_a ? p.a_small[static_cast<long long>(kt) * each_a + row + i] : 0;
 #pragma unroll
     for (int i = 0; i < BN / 64; ++i)
       columns[i] = column + i < each_b ? p.b_small[static_cast<long long>(kt) * each_b + column + i] : 0;
@@ -185,9 +190,13 @@ __device__ __forceinline__ void fill_planes(const Params& p, u32 base, u32 rank,
     mbar_expect(full, STAGE_BYTES);
 #pragma unroll
     for (int plane = 0; plane < 2; ++plane) {
-      load_a(a + plane, to + plane * A_BYTES, full, row_of(tile, rank), kt * BK);
-      load_b(b + plane, to + 2 * A_BYTES + plane * B_BYTES, full, tile.n * BN, kt * BK, rank);
+      if (!READS) load_a(a + plane, to + plane * A_BYTES, full, row_of(tile, rank), kt * BK);
+      load_b(b + plane, to + A_STAGE + plane * B_BYTES, full, tile.n * BN, kt * BK, rank);
     }
+#pragma unroll
+    for (int half = 0; half < 2 * READS; ++half)
+      tma_load<1>(to + half * A_BYTES, p.a + half / 2, full, kt * BK + half % 2 * (BK / 2),
+                  row_of(tile, rank));
   });
 }
 
@@ -197,10 +206,10 @@ __device__ __forceinline__ void fill_scales(const Params& p, u32 base, u32 rank,
   fill(p, base, rank, first, step, tiles, [&](int stage, u32 odd, u32 full, Tile tile, int kt, u32 told) {
     const u32 to = scales_at(base, stage, odd);
     const int row = row_of(tile, rank), column = tile.n * BN;
-    const int rows = max(min(BM, p.a_lines - row), 0), columns = min(BN, p.b_lines - column);
+    const int rows = READS ? 0 : max(min(BM, p.a_lines - row), 0), columns = min(BN, p.b_lines - column);
     store_shared32(to + TOLD_OFFSET, told);
     mbar_expect(full, 4 * (rows + columns));
-    if (CLUSTER == 1 || rows)
+    if (!READS && (CLUSTER == 1 || rows))
       bulk_load(to, p.a_scales + static_cast<long long>(kt) * p.a_lines + row, full, 4 * rows);
     bulk_load(to + 4 * BM, p.b_scales + static_cast<long long>(kt) * p.b_lines + column, full,
               4 * columns);
@@ -218,13 +227,27 @@ __device__ __forceinline__ void end_turn(int consumer) {
   if (TURNS) bar_arrive(1 + (consumer ^ 1), 256);
 }
 
-template <bool kFirst>
-__device__ __forceinline__ void multiply(float (&acc)[BN / 2], u64 a, u64 b) {
+// What wgmma takes of A from registers, for each 16 along K.
+using Words = u32[BK / 16][4];
+
+__device__ __forceinline__ u64 step_of(u64 a, int k) { return a + k * A_K_STEP; }
+__device__ __forceinline__ const u32 (&step_of(const Words& a, int k))[4] { return a[k]; }
+
+template <bool kFirst, class Operand>
+__device__ __forceinline__ void multiply(float (&acc)[BN / 2], const Operand& a, u64 b) {
 #pragma unroll
   for (int k = 0; k < BK / 16; ++k) {
-    if (kFirst && k == 0) wgmma_first(acc, a, b);
-    else wgmma(acc, a + k * A_K_STEP, b + k * B_K_STEP);
+    if (kFirst && k == 0) wgmma_first(acc, step_of(a, k), b);
+    else wgmma(acc, step_of(a, k), b + k * B_K_STEP);
   }
+}
+
+__device__ __forceinline__ void hold(u64) {}
+
+// wgmma has read them once the wait that stands before is over.
+__device__ __forceinline__ void hold(Words& a) {
+#pragma unroll
+  for (int i = 0; i < BK / 4; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
 
 __device__ __forceinline__ float load_scale(u32 at) { return __uint_as_float(load_shared32(at)); }
@@ -251,7 +274,8 @@ __device__ __forceinline__ void promote(float (&sum)[BN / 2], const float (&acc)
 // of small numbers would leave float32's range.
 struct Scales {
   float upper, lower, late_upper, late_lower;
-  bool late;  // of any row of the warp
+  bool late;           // of any row of the warp
+  bool plain[2];       // whether these rows have no planes
 
   // Lines behind the last row may hold anything.
   __device__ __forceinline__ void put_off(u32 told) {
@@ -282,6 +306,66 @@ __device__ __forceinline__ void promote_small(float (&sum)[BN / 2], const float 
   }
 }
 
+// A's numbers of a k-tile that a thread holds, on their rows' scales: of two rows, 8 apart, numbers 2c,
+// 2c + 1, 2c + 8 and 2c + 9 of each 16 along K, where c is lane % 4.
+struct Numbers {
+  float v[BK / 16][2][4];
+
+  // From where a warp's 16 rows lie in the first half of the tile.
+  __device__ __forceinline__ void read(u32 rows) {
+    const u32 lane = lane_id(), row = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int i = 0; i < BK / 4; ++i) {
+      const int step = i / 4, part = i / 2 % 2, r = i % 2;  // parts are 8 numbers apart
+      const u32 four = step % 2 * 4 + part * 2 + (c >> 1);
+      const u32 at = rows + step / 2 * A_BYTES + (row + 8 * r) * 128 + ((four ^ row) << 4) + (c & 1) * 8;
+      const float2 x = load_shared64(at);
+      float2 saved{};
+      if (READS > 1) saved = load_shared64(at + 2 * A_BYTES);
+      v[step][r][2 * part] = derived(A_FORM, x.x, saved.x, 0.0f);
+      v[step][r][2 * part + 1] = derived(A_FORM, x.y, saved.y, 0.0f);
+    }
+  }
+
+  // Puts them on their rows' scales; whether any is small.
+  __device__ __forceinline__ bool scale(Scales& s) {
+    float of[2];
+    bool found = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      Known row{0, 0};
+#pragma unroll
+      for (int i = 0; i < BK / 4; ++i) row.add(v[i / 4][r][i % 4]);
+      row.add_across(1);
+      row.add_across(2);
+      of[r] = row.scale();
+#pragma unroll
+      for (int i = 0; i < BK / 4; ++i) {
+        float& x = v[i / 4][r][i % 4];
+        x = scaled(x, of[r]);
+        found |= is_small(x);
+      }
+      s.plain[r] = of[r] < 0.0f;
+    }
+    s.upper = of[0], s.lower = of[1];
+    return found;
+  }
+
+  // Planes of one level.
+  __device__ __forceinline__ void planes(bool second, Words& high, Words& low) const {
+    const auto of_level = [&](float x) {
+      if (is_small(x) != second) return 0.0f;
+      return second ? x * (1 << LEVEL) : x;
+    };
+#pragma unroll
+    for (int i = 0; i < BK / 4; ++i) {
+      const int step = i / 4, part = i / 2 % 2, r = i % 2;
+      split(of_level(v[step][r][2 * part]), of_level(v[step][r][2 * part + 1]), high[step][i % 4],
+            low[step][i % 4]);
+    }
+  }
+};
+
 struct Pipe {
   u32 base;
   int consumer, warp, stage;
@@ -303,14 +387,19 @@ struct Pipe {
     if (++stage == STAGES) { stage = 0; phase ^= 1; }
   }
 
-  // Scales of a thread's two rows; whether one of the warp's rows or columns may have no planes. Behind
-  // the last row and column lies anything.
-  __device__ __forceinline__ bool read_scales(Scales& s, u32 told) const {
-    const u32 lane = lane_id(), rows = scales() + 4 * (consumer * (BM / 2) + warp * 16 + (lane >> 2));
+  // Scales of a thread's two rows. Behind the last row lies anything.
+  __device__ __forceinline__ void read_scales(Scales& s) const {
+    const u32 rows = scales() + 4 * (consumer * (BM / 2) + warp * 16 + (lane_id() >> 2));
     s.upper = load_scale(rows);
     s.lower = load_scale(rows + 32);
-    bool found = s.upper < 0.0f || s.lower < 0.0f;
-    s.put_off(told);
+    s.plain[0] = s.upper < 0.0f;
+    s.plain[1] = s.lower < 0.0f;
+  }
+
+  // Whether one of the warp's rows or columns may have no planes; behind the last column lies anything.
+  __device__ __forceinline__ bool any_plain(const Scales& s) const {
+    bool found = s.plain[0] || s.plain[1];
+    const u32 lane = lane_id();
 #pragma unroll
     for (int i = 0; i < BN / 64; ++i) {
       const float2 column = load_shared64(scales() + 4 * BM + 256 * i + 8 * lane);
@@ -319,61 +408,120 @@ struct Pipe {
     return __any_sync(0xffffffffu, found);
   }
 
-  // sum += the products of a step's planes; returns what it was told, and what read_scales says. Where
-  // registers hold both, the products of high planes are under way while the others are scaled; else they
-  // are added to these.
-  __device__ __forceinline__ u32 step(float (&sum)[BN / 2], bool& found) {
-    constexpr bool kBoth = BN <= 128;
+  // acc = the products of planes, but for rows' scales: all three in one accumulator, the high ones last.
+  // What comes `meanwhile` is computed while the tensor cores work.
+  template <class Operand, class Meanwhile>
+  __device__ __forceinline__ void multiply_planes(float (&acc)[BN / 2], Operand& high, Operand& low, u64 b,
+                                                  bool turns, const Meanwhile& meanwhile) const {
     constexpr float kLow = 1.0f / 2048.0f;
-    const u32 at = base + stage * STAGE_BYTES, a_at = at + consumer * (A_BYTES / 2);
-    const u64 a = make_desc<A_MN>(a_at), b = make_desc<B_MN>(at + 2 * A_BYTES);
-    constexpr u64 kLowA = A_BYTES >> 4, kLowB = B_BYTES >> 4;
-    float acc[BN / 2];
-    Scales s;
+    if (turns) begin_turn(consumer);
+    wgmma_fence();
+    multiply<true>(acc, high, b + (B_BYTES >> 4));
+    multiply<false>(acc, low, b);
+    wgmma_commit();
+    if (turns) end_turn(consumer);
+    meanwhile();
+    wgmma_wait<0>();
+    settle(acc);
+    hold(low);
+    ::scale(acc, kLow, kLow);
+    if (turns) begin_turn(consumer);
+    wgmma_fence();
+    multiply<false>(acc, high, b);
+    wgmma_commit();
+    if (turns) end_turn(consumer);
+    wgmma_wait<0>();
+    settle(acc);
+    hold(high);
+  }
+
+  // sum += acc with rows' and columns' scales, of a step of that level.
+  __device__ __forceinline__ void promote_step(float (&sum)[BN / 2], const float (&acc)[BN / 2],
+                                               const Scales& s, u32 told) const {
+    const u32 columns = scales() + 4 * BM + 8 * (lane_id() & 3);
+    if (told & (A_LEVEL | B_LEVEL) || s.late) promote_small(sum, acc, columns, s, told, consumer);
+    else promote(sum, acc, columns);
+  }
+
+  // sum += the products of a step; returns what it was told, the rows' scales, and whether the numbers of
+  // some line are to be multiplied themselves.
+  __device__ __forceinline__ u32 step(float (&sum)[BN / 2], Scales& s, bool& found) {
     mbar_wait(base + BAR_OFFSET + stage * 8, phase);
     const u32 told = load_shared32(scales() + TOLD_OFFSET);
-    begin_turn(consumer);
-    wgmma_fence();
-    multiply<true>(acc, a, b + kLowB);
-    multiply<false>(acc, a + kLowA, b);
-    wgmma_commit();
-    if constexpr (kBoth) {
-      float high[BN / 2];
-      multiply<true>(high, a, b);
+    add_products(sum, s, found, told);
+    found &= !(told & (A_LEVEL | B_LEVEL));  // the k-tile's first step had numbers without planes
+    return told;
+  }
+
+#if !READS
+  // Where registers hold both, the products of high planes are under way while the others are scaled.
+  __device__ __forceinline__ void add_products(float (&sum)[BN / 2], Scales& s, bool& found, u32 told) {
+    constexpr float kLow = 1.0f / 2048.0f;
+    const u32 at = base + stage * STAGE_BYTES, a_at = at + consumer * (A_BYTES / 2);
+    u64 high = make_desc<A_MN>(a_at), low = high + (A_BYTES >> 4);
+    const u64 b = make_desc<B_MN>(at + A_STAGE);
+    float acc[BN / 2];
+    const auto read = [&] {
+      read_scales(s);
+      found = any_plain(s);
+      s.put_off(told);
+    };
+    if constexpr (BN <= 128) {
+      begin_turn(consumer);
+      wgmma_fence();
+      multiply<true>(acc, high, b + (B_BYTES >> 4));
+      multiply<false>(acc, low, b);
+      wgmma_commit();
+      float of_high[BN / 2];
+      multiply<true>(of_high, high, b);
       wgmma_commit();
       end_turn(consumer);
-      found = read_scales(s, told);
+      read();
       wgmma_wait<1>();
       settle(acc);
       scale(acc, kLow * s.upper, kLow * s.lower);
       wgmma_wait<0>();
-      settle(high);
+      settle(of_high);
       release();
 #pragma unroll
-      for (int i = 0; i < BN / 2; ++i) acc[i] = fmaf(high[i], i & 2 ? s.lower : s.upper, acc[i]);
+      for (int i = 0; i < BN / 2; ++i) acc[i] = fmaf(of_high[i], i & 2 ? s.lower : s.upper, acc[i]);
     } else {
-      end_turn(consumer);
-      found = read_scales(s, told);
-      wgmma_wait<0>();
-      settle(acc);
-      scale(acc, kLow, kLow);
-      begin_turn(consumer);
-      wgmma_fence();
-      multiply<false>(acc, a, b);
-      wgmma_commit();
-      end_turn(consumer);
-      wgmma_wait<0>();
-      settle(acc);
+      multiply_planes(acc, high, low, b, true, read);
       release();
       scale(acc, s.upper, s.lower);
     }
-    const u32 columns = scales() + 4 * BM + 8 * (lane_id() & 3);
-    const bool second = told & (A_LEVEL | B_LEVEL);
-    if (second || s.late) promote_small(sum, acc, columns, s, told, consumer);
-    else promote(sum, acc, columns);
-    found &= !second;  // the k-tile's first step had numbers without planes
-    return told;
+    promote_step(sum, acc, s, told);
   }
+#else
+  // Planes of A's numbers; those of the second level where any row of the consumer has them.
+  __device__ __forceinline__ void add_products(float (&sum)[BN / 2], Scales& s, bool& found, u32 told) {
+    const u32 at = base + stage * STAGE_BYTES, rows = at + (consumer * (BM / 2) + warp * 16) * 128;
+    const u64 b = make_desc<B_MN>(at + A_STAGE);
+    Numbers numbers;
+    numbers.read(rows);
+    const bool small = bar_any(3 + consumer, 128, numbers.scale(s));
+    found = any_plain(s);
+    float acc[BN / 2];
+    Words high, low;
+    numbers.planes(false, high, low);
+    multiply_planes(acc, high, low, b, true, [] {});
+    Scales own = s;
+    own.put_off(told);
+    scale(acc, own.upper, own.lower);
+    promote_step(sum, acc, own, told);
+    if (small) {
+      numbers.read(rows);
+      numbers.scale(s);
+      numbers.planes(true, high, low);
+      multiply_planes(acc, high, low, b, false, [] {});
+      own = s;
+      own.put_off(told | A_LEVEL);
+      scale(acc, own.upper, own.lower);
+      promote_step(sum, acc, own, told | A_LEVEL);
+    }
+    release();
+  }
+#endif
 };
 
 // ---------------------------------------------------------------- results
@@ -401,14 +549,14 @@ struct Results {
 
   // sum += the numbers' own products along a k-tile, where a row or a column has no planes there. Places
   // are worked out again at each k: they would not all fit in registers.
-  __device__ __forceinline__ void add_plain(float (&sum)[BN / 2], u32 scales, int k_tile) const {
+  __device__ __forceinline__ void add_plain(float (&sum)[BN / 2], u32 scales, int k_tile,
+                                            const bool (&plain)[2]) const {
     bool rows[2];
     u64 columns = 0;
     {
       const int r = row + (lane_id() >> 2), c = 2 * (lane_id() & 3);
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        rows[h] = r + 8 * h < p.M && load_scale(scales + 4 * ((r + 8 * h) % BM)) < 0.0f;
+      for (int h = 0; h < 2; ++h) rows[h] = plain[h] && r + 8 * h < p.M;
 #pragma unroll
       for (int i = 0; i < BN / 4; i += 2) {
         const float2 s = load_shared64(scales + 4 * (BM + c + 4 * i));
@@ -542,9 +690,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) planes_product(const __grid
       u32 told;
 #pragma unroll 1
       do {
+        Scales s;
         bool found;
-        told = pipe.step(sum, found);
-        if (found) results.add_plain(sum, pipe.scales(), told >> 8);
+        told = pipe.step(sum, s, found);
+        if (found) results.add_plain(sum, pipe.scales(), told >> 8, s.plain);
         pipe.next();
       } while (!(told & LAST));
       results.finish(sum);

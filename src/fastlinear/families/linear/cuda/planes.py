@@ -7,7 +7,7 @@ Touches no device.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache
 from math import ceil
@@ -29,6 +29,7 @@ PITCH = 8
 _MOST_SLICES = 64
 _MOST = 1 << 30  # of each size: coordinates of tiles are 32-bit
 _MOST_NUMBERS = 1 << 29
+_MOST_COLUMNS = 128  # of a tile whose first operand's planes are in registers, too
 _HERE = Path(__file__)
 
 
@@ -82,6 +83,8 @@ class Config:
         group_m: row tiles (of 128 * cluster) visited before moving to the next column.
         turns: whether consumers issue their products by turns.
         slices: that K is shared out in.
+        reads: of how many matrices the first operand's numbers are read and split in registers; 0
+            where it is split already.
     """
 
     bn: int = 192
@@ -90,17 +93,20 @@ class Config:
     group_m: int = 8
     turns: bool = True
     slices: int = 1
+    reads: int = 0
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory."""
-        planes, scales = 2 * (128 + self.bn) * BK * 2, 2 * ((128 + self.bn) * 4 + 16)
-        return self.stages * (planes + scales + 16)
+        planes, scales = 2 * self.bn * BK * 2, 2 * ((128 + self.bn) * 4 + 16)
+        return self.stages * (128 * BK * 4 * max(1, self.reads) + planes + scales + 16)
 
     def invalid(self, k: int) -> str | None:
         """Why this configuration cannot serve products of that depth, or None."""
         if self.bn not in STAGES or self.bn % (8 * self.cluster) or BK % (8 * self.cluster):
             return f"{self.bn} columns of {self.cluster} blocks"
+        if self.reads and (self.bn > _MOST_COLUMNS or self.cluster > 1):
+            return f"{self.bn} columns of {self.cluster} blocks beside numbers in registers"
         if self.stages < 2 or self.shared_bytes > SHARED_LIMIT:
             return f"{self.shared_bytes} bytes of shared memory with {self.stages} stages"
         if (self.slices - 1) * slice_tiles(k, self.slices) >= ceil(k / BK):
@@ -119,7 +125,8 @@ class Config:
 
     def microseconds(self, m: int, n: int, k: int, units: int) -> float:
         """How long a launch takes, by a model."""
-        return sum(us * t for us, t in zip(_US, self.terms(m, n, k, units), strict=True))
+        terms = self.terms(m, n, k, units)
+        return sum(us * t for us, t in zip(_US[self.reads], terms, strict=True))
 
 
 def source(
@@ -140,6 +147,7 @@ def source(
         "CLUSTER": config.cluster,
         "GROUP_M": config.group_m,
         "TURNS": int(config.turns),
+        "READS": config.reads,
         "A_MN": int(turned[0]),
         "B_MN": int(turned[1]),
         "A_FORM": int(forms[0]),
@@ -149,7 +157,8 @@ def source(
         "ADDED": int(added),
         **_macros(activation),
     }
-    instructions = wgmma_source(config.bn, torch.float16, *turned)
+    words = config.reads > 0
+    instructions = wgmma_source(config.bn, torch.float16, *turned, a_words=words)
     return _text(macros, instructions, _HERE.with_suffix(".cu"))
 
 
@@ -167,16 +176,20 @@ def _macros(activation: str) -> dict[str, str | int]:
 
 def _text(macros: dict[str, str | int], instructions: str, kernel: Path) -> str:
     defines = "".join(f"#define {k} {v}\n" for k, v in macros.items())
-    files = WORDS, CUDA_HEADER, ASYNC, _HERE.with_name("planes_derived.h"), kernel
+    files = WORDS, CUDA_HEADER, ASYNC, _HERE.with_name("planes.h"), kernel
     return defines + instructions + "".join(p.read_text() for p in files)
 
 
 STAGES = {64: 4, 128: 3, 192: 2}
 """Of each width of tiles, as many as shared memory holds."""
-# Microseconds of each of ``terms``, fitted to 2,817 launches of drawn products on an H200
-# (``results/nvidia-h200/planes.jsonl.gz``).
-_US = (0.8735, 1.698, 1.289, 2.485, 1.909, 3.174, 0.9788, 2.758, 1.308)
-START_US = _US[6]
+# Microseconds of each of ``terms``, by ``reads``: fitted to 2,817 launches of drawn products on an
+# H200 (``results/nvidia-h200/planes.jsonl.gz``), but for those that read numbers: guessed.
+_US = (
+    (0.8735, 1.698, 1.289, 2.485, 1.909, 3.174, 0.9788, 2.758, 1.308),
+    (1.0, 1.7, 1.45, 2.5, 0.0, 0.0, 0.98, 2.76, 1.31),
+    (1.1, 1.7, 1.55, 2.5, 0.0, 0.0, 0.98, 2.76, 1.31),
+)
+START_US = _US[0][6]
 """Of it what any launch takes."""
 
 
@@ -185,16 +198,21 @@ def slice_tiles(k: int, slices: int) -> int:
     return ceil(ceil(k / BK) / slices)
 
 
-def candidates(m: int, n: int, k: int) -> Iterator[Config]:
-    """All that a call chooses from; m, n, k: of the product."""
+def candidates(m: int, n: int, k: int, reads: int = 0) -> Iterator[Config]:
+    """All that a call chooses from; m, n, k: of the product, ``reads`` as Config's."""
     k_tiles = ceil(k / BK)
     counts = {ceil(k_tiles / ceil(k_tiles / s)) for s in range(1, min(k_tiles, _MOST_SLICES) + 1)}
     for bn, stages in STAGES.items():
+        one = Config(bn, stages, reads=reads)
+        while one.shared_bytes > SHARED_LIMIT:
+            one = replace(one, stages=one.stages - 1)
         for slices in sorted(counts):
-            yield Config(bn, stages, slices=slices)
+            found = replace(one, slices=slices)
+            if not reads or found.invalid(k) is None:
+                yield found
 
 
 @cache
-def config_for(m: int, n: int, k: int, units: int) -> Config:
+def config_for(m: int, n: int, k: int, units: int, reads: int = 0) -> Config:
     """The configuration that is predicted to take the least time."""
-    return min(candidates(m, n, k), key=lambda c: c.microseconds(m, n, k, units))
+    return min(candidates(m, n, k, reads), key=lambda c: c.microseconds(m, n, k, units))

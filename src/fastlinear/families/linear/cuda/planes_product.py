@@ -19,7 +19,7 @@ from fastlinear.families.linear.cuda.planes import (
     slice_tiles,
     source,
 )
-from fastlinear.families.linear.cuda.planes_split import READ, TENSORS, Planes
+from fastlinear.families.linear.cuda.planes_split import MADE, READ, TENSORS, Planes, Source
 from fastlinear.kernels.cuda import compiled
 from fastlinear.kernels.cuda.hopper import BK
 from fastlinear.kernels.cuda.prepared import MAP_BYTES, Block, Plans, Prepared, prepared
@@ -31,12 +31,13 @@ _PRODUCT_BYTES = _MAPS + 14 * 8 + 4 * READ * 8 + 9 * 4
 _SUMS_THREADS = 256
 
 plans: Plans[_ProductPlan] = Plans()
+Operand = Planes | Source
 
 
 class _ProductPlan:
     """Launches of ``planes.cu``. Tensors: those of a and of b; bias, y, pre, parts."""
 
-    def __init__(self, a: Planes, b: Planes, text: str, config: Config, device: int) -> None:
+    def __init__(self, a: Operand, b: Planes, text: str, config: Config, device: int) -> None:
         self._sizes = *sides(a), sides(b)[0]
         m, _, n = self._sizes
         block = self._block(a, b, config, device)
@@ -52,29 +53,30 @@ class _ProductPlan:
             blocks = -(-m * n // _SUMS_THREADS)
             self._runs.append(prepared(text, SUMS_KERNEL, block, _SUMS_THREADS, blocks, device))
 
-    def _block(self, a: Planes, b: Planes, config: Config, device: int) -> Block:
+    def _block(self, a: Operand, b: Planes, config: Config, device: int) -> Block:
         m, k, n = self._sizes
         block = Block(-(-_PRODUCT_BYTES // 64) * 64)
-        for i, (planes, box) in enumerate(((a, 128), (b, config.bn))):
-            rows = BK if planes.by_columns else box
+        for i, (operand, box) in enumerate(((a, 128), (b, config.bn))):
+            rows = BK if operand.by_columns else box
             first = TENSORS * i
-            for j, plane in enumerate(planes[:4]):
-                parts = config.cluster if i else 1
+            for j, (number, t) in enumerate(_multiplied(operand)):
+                kind, columns = ("float16", 64) if t.itemsize == 2 else ("float32", 32)
                 of = driver.TensorMap(
-                    *("float16", plane.shape[0], plane.shape[1], plane.stride(0)),
-                    *(rows // parts, 64, plane.data_ptr(), device),
+                    *(kind, t.shape[0], t.shape[1], t.stride(0)),
+                    *(rows // config.cluster if i else rows, columns, t.data_ptr(), device),
                 )
-                block.map(MAP_BYTES * (4 * i + j), of, first + j)
+                block.map(MAP_BYTES * (4 * i + j), of, first + number)
             for j in range(2 + READ):  # scales, small, what is read
-                block.address(_MAPS + 16 * j + 8 * i, first + 4 + j, 15 if j == 0 else 1)
-            for j, t in enumerate(planes.source.read):
-                strides = (0, 0) if t is None else _along(t, planes.by_columns)
+                aligned = j == 0 or (config.reads > 0 and i == 0)
+                block.address(_MAPS + 16 * j + 8 * i, first + 4 + j, 15 if aligned else 1)
+            for j, read in enumerate(_source(operand).read):
+                strides = (0, 0) if read is None else _along(read, operand.by_columns)
                 block.numbers(_MAPS + 112 + 16 * (2 * j + i), "2q", *strides)
         for i in range(4):  # bias, y, pre, parts
             block.address(_MAPS + 80 + 8 * i, 2 * TENSORS + i)
         tiles_m, tiles_n = -(-m // (128 * config.cluster)), -(-n // config.bn)
         slices, each = config.slices, slice_tiles(k, config.slices)
-        lines = [planes.scales.shape[1] for planes in (a, b)]
+        lines = [0 if isinstance(one, Source) else one.scales.shape[1] for one in (a, b)]
         block.numbers(
             _MAPS + 112 + 4 * READ * 8, "9i", m, n, k, slices, each, tiles_m, tiles_n, *lines
         )
@@ -86,10 +88,36 @@ class _ProductPlan:
             launch(*given)
 
 
-def sides(planes: Planes) -> tuple[int, int]:
+def sides(operand: Operand) -> tuple[int, int]:
     """Sizes along M (N) and along K."""
-    rows, columns = planes.source.numbers.shape
-    return (columns, rows) if planes.by_columns else (rows, columns)
+    rows, columns = _source(operand).numbers.shape
+    return (columns, rows) if operand.by_columns else (rows, columns)
+
+
+def _source(operand: Operand) -> Source:
+    return operand if isinstance(operand, Source) else operand.source
+
+
+def _multiplied(operand: Operand) -> list[tuple[int, Tensor]]:
+    """What TMA reads of an operand, and which of its tensors these are."""
+    if isinstance(operand, Planes):
+        return list(enumerate(operand.made[:4]))
+    return [(MADE + i, t) for i, t in enumerate(operand.read) if t is not None]
+
+
+def _tensors(operand: Operand) -> tuple[Tensor | None, ...]:
+    if isinstance(operand, Planes):
+        return operand.tensors
+    return *(None,) * MADE, *operand.read
+
+
+def can_be_read(source: Source) -> bool:
+    """Whether ``product`` can split it in registers: rows side by side that begin on 16 bytes."""
+    return all(
+        t.stride(1) == 1 and t.stride(0) % 4 == 0 and t.data_ptr() % 16 == 0
+        for t in source.read
+        if t is not None
+    )
 
 
 def _along(t: Tensor, by_columns: bool) -> tuple[int, int]:
@@ -98,9 +126,10 @@ def _along(t: Tensor, by_columns: bool) -> tuple[int, int]:
     return (columns, rows) if by_columns else (rows, columns)
 
 
-def _facts(planes: Planes) -> tuple[object, ...]:
-    read = [None if t is None else (t.shape, t.stride()) for t in planes.source.read]
-    return (*read, planes.by_columns, planes.source.form)
+def _facts(operand: Operand) -> tuple[object, ...]:
+    source = _source(operand)
+    read = [None if t is None else (t.shape, t.stride()) for t in source.read]
+    return (*read, operand.by_columns, source.form)
 
 
 @cache
@@ -114,7 +143,7 @@ def empty(like: Tensor, m: int, n: int, save_pre: bool) -> tuple[Tensor, Tensor 
 
 
 def product(
-    a: Planes,
+    a: Operand,
     b: Planes,
     bias: Tensor | None = None,
     activation: str = "none",
@@ -127,7 +156,8 @@ def product(
     """(act(A Bᵀ + bias), A Bᵀ + bias or None), both (M, N).
 
     Args:
-        a: of A (M, K), or by columns of (K, M).
+        a: of A (M, K), or by columns of (K, M); or A itself, which is split in registers, see
+            ``can_be_read``.
         b: of B (N, K), or by columns of (K, N).
         bias: (N,) float32, or None.
         activation: its name.
@@ -141,15 +171,18 @@ def product(
     """
     (m, k), (n, depth) = sides(a), sides(b)
     assert k == depth, "both are of one K"
-    device = a.high.device.index
-    config = config or config_for(m, n, k, _units(device))
+    first, second = _source(a), b.source
+    device = b.high.device.index
+    reads = sum(t is not None for t in first.read) if isinstance(a, Source) else 0
+    config = config or config_for(m, n, k, _units(device), reads)
+    assert config.reads == reads, "the configuration is for other operands"
     if (why := config.invalid(k)) is not None:
         raise UnsupportedError("linear_act (planes backend)", "a configuration", why, _REMEDY)
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    y, pre = into or empty(a.source.numbers, m, n, save_pre)
-    parts = a.source.numbers.new_empty(config.slices, m, n) if config.slices > 1 else None
-    derived = {p.source.activation for p in (a, b) if p.source.form is not Form.PLAIN}
+    y, pre = into or empty(first.numbers, m, n, save_pre)
+    parts = y.new_empty(config.slices, m, n) if config.slices > 1 else None
+    derived = {one.activation for one in (first, second) if one.form is not Form.PLAIN}
     if derived:  # of one activation, and the product of none
         (activation,) = derived
     how = bias is None, activation, save_pre, added, config
@@ -162,10 +195,10 @@ def product(
             save_pre=save_pre,
             added=added,
             turned=(a.by_columns, b.by_columns),
-            forms=(a.source.form, b.source.form),
+            forms=(first.form, second.form),
         )
         with compiled.current(device):
             return _ProductPlan(a, b, text, config, device)
 
-    plans.of(key, plan).run(*a.tensors, *b.tensors, bias, y, pre, parts)
+    plans.of(key, plan).run(*_tensors(a), *b.tensors, bias, y, pre, parts)
     return y, pre

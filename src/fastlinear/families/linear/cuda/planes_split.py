@@ -104,8 +104,8 @@ class Planes(NamedTuple):
         return *self.made, *self.source.read
 
 
-_OF_SIDE, READ = 6, 3
-TENSORS = _OF_SIDE + READ
+MADE, READ = 6, 3
+TENSORS = MADE + READ
 """Of Planes: those that are made, and those that are read."""
 
 plans: Plans[_SplitPlan] = Plans()
@@ -144,7 +144,7 @@ def split(sources: Sequence[Source]) -> list[Planes]:
         ways = (False,) * one.by_rows + (True,) * one.by_columns
         sides = [_side(one, by_columns) for by_columns in ways]
         made += reversed(sides) if turned else sides
-        padding = (None,) * _OF_SIDE
+        padding = (None,) * MADE
         by_rows = sides[0].made if one.by_rows else padding
         by_columns = sides[-1].made if one.by_columns else padding
         t, parts = one.numbers, None
@@ -189,7 +189,7 @@ class _SplitPlan:
         (activation,) = {s.activation for s in sources if s.form is not Form.PLAIN} or {"none"}
         text = split_source(activation)
         block, first = Block(_SPLIT_BYTES), 0
-        each = READ + 2 + 2 * _OF_SIDE
+        each = READ + 2 + 2 * MADE
         sums: list[Prepared] = []
         for i, one in enumerate(sources):
             rows, columns = one.numbers.shape
@@ -201,10 +201,10 @@ class _SplitPlan:
                 block.address(at + 8 * j, tensor + j, 15)
             at += 8 * (READ + 1)
             for way, (wanted, lines) in enumerate(((one.by_rows, rows), (one.by_columns, columns))):
-                side, of_side = at + _SIDE_BYTES * way, tensor + READ + 2 + _OF_SIDE * way
-                for j in range(_OF_SIDE if wanted else 0):
+                side, of_side = at + _SIDE_BYTES * way, tensor + READ + 2 + MADE * way
+                for j in range(MADE if wanted else 0):
                     block.address(side + 8 * j, of_side + j, 15)
-                block.numbers(side + 8 * _OF_SIDE, "q", _up(lines, BK))
+                block.numbers(side + 8 * MADE, "q", _up(lines, BK))
             strides = [0 if t is None else t.stride(0) for t in one.read]
             table = rows, columns, pitch(columns), int(wide), first, across, one.form, turns[i][1]
             block.numbers(at + 2 * _SIDE_BYTES, f"{READ}q8i", *strides, *table)

@@ -1,0 +1,85 @@
+// Numbers of float32 as two planes of float16, which tensor cores multiply at full speed.
+//
+//   x = s (h + l / 2^11)
+//
+// s is a power of two for each segment: 64 numbers along K of a line, that is of a row, or of a column
+// where K is the dimension of rows. It puts their largest near 2^15. Numbers below s / 2^14 have planes of
+// their own, with a scale of s / 2^29: a number up to 2^58 times smaller than the largest keeps 22 bits.
+// Below that bits are lost: 2^-79 of the largest is the last step. These planes are written for 64
+// segments side by side where one has such a number, and `small` says where.
+//
+// Some segments get no planes but zeros, and NO_PLANES in place of s: who multiplies then reads the
+// numbers themselves. They hold an infinity or NaN, or numbers so large or small that sums would leave
+// float32's range before both operands' s are in, or numbers that lie 2^29 below the largest in the mean,
+// of which two levels might not reach many.
+//
+// A matrix may be derived from two or three others, where a pass of its own to write it would cost more.
+//
+// hopper_words.h, with IS_BF16 0, and activations/cuda.h come before this file. Macros from the host:
+// FORM_PLAIN to FORM_GATE_GRADIENT, as Form of planes.py numbers them.
+
+constexpr int SEGMENT = 64;
+constexpr float NO_PLANES = -1.0f;
+constexpr int TOP = 14;                // where the largest number goes: 2^14 to 2^15
+constexpr int LEVEL = 29;              // bits between the levels; the mean number may lie so many below
+constexpr u32 LEAST = 1u << 13;        // the bits of 2^-136
+constexpr u32 MOST = (127 + 90) << 23; // of 2^90
+
+// What is known of the numbers of a segment, or of some of them.
+struct Known {
+  u32 largest;  // of their bits without the sign: the order of magnitudes
+  u32 others;   // the sum of exponents as they are stored, and 2^16 for each number that is not 0
+
+  __device__ __forceinline__ void add(float x) {
+    const u32 bits = __float_as_uint(x) & 0x7fffffffu;
+    largest = max(largest, bits);
+    others += (bits >> 23) + (bits ? 1u << 16 : 0u);
+  }
+
+  __device__ __forceinline__ void add(const Known& more) {
+    largest = max(largest, more.largest);
+    others += more.others;
+  }
+
+  // With what a lane so many from this one knows.
+  __device__ __forceinline__ void add_across(int apart) {
+    add({__shfl_xor_sync(0xffffffffu, largest, apart), __shfl_xor_sync(0xffffffffu, others, apart)});
+  }
+
+  // s, or NO_PLANES.
+  __device__ __forceinline__ float scale() const {
+    const int top = largest >> 23, count = others >> 16, exponents = others & 0xffff;
+    const bool narrow = top * count - exponents <= LEVEL * count;
+    const bool fits = largest - LEAST < MOST - LEAST;
+    if (!largest) return 1.0f;
+    return narrow && fits ? __uint_as_float(static_cast<u32>(max(top - TOP, 1)) << 23) : NO_PLANES;
+  }
+};
+
+// x / s; of segments without planes 0, and not NaN.
+__device__ __forceinline__ float scaled(float x, float s) {
+  return s < 0.0f ? 0.0f : x * __uint_as_float((254u << 23) - __float_as_uint(s));
+}
+
+// Two numbers' planes, a pair in a word each.
+__device__ __forceinline__ void split(float x, float y, u32& high, u32& low) {
+  high = pack(x, y);
+  float a, b;
+  unpack(high, a, b);
+  low = pack((x - a) * 2048.0f, (y - b) * 2048.0f);
+}
+
+// Of a number on its scale, whether it has planes of the second level.
+__device__ __forceinline__ bool is_small(float x) { return fabsf(x) < 1.0f / (1 << TOP) && x != 0.0f; }
+
+// A number of a matrix that is derived from others.
+//
+// FORM_PLAIN: x. FORM_GRADIENT: x act'(saved), with what the activation saves. FORM_GATED: x act(saved).
+// FORM_GATE_GRADIENT: x other act'(saved). Of the last two `saved` is what comes before the activation.
+__device__ __forceinline__ float derived(int form, float x, float saved, float other) {
+  if (ACT == ACT_NONE && form == FORM_GRADIENT) return x;
+  if (form == FORM_GRADIENT) return graded(x, saved);
+  if (form == FORM_GATED) return x * act(saved);
+  if (form == FORM_GATE_GRADIENT) return graded_before(x * other, saved);
+  return x;
+}
