@@ -12,6 +12,7 @@ from torch import Tensor
 from fastlinear.activations.reference import ACTIVATIONS
 from fastlinear.core.compare import judge
 from fastlinear.families.gated import reference
+from fastlinear.families.gated.autograd import run_backward
 from fastlinear.families.gated.cuda import planes
 from fastlinear.families.gated.problem import problem
 from fastlinear.families.gated.stacking import Biases, Weights
@@ -107,7 +108,7 @@ def test_gradients_of_one_and_of_all_others(order: str, kept: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "sizes"), [((1, 40), (70, 9)), ((3, 65), (130, 33)), ((65, 64), (64, 1))]
+    ("shape", "sizes"), [((1, 40), (70, 9)), ((3, 65), (130, 33)), ((65, 64), (64, 8))]
 )
 def test_odd_sizes(shape: tuple[int, int], sizes: tuple[int, int]) -> None:
     for order in ("apart", "up_gate"):
@@ -127,9 +128,26 @@ def test_any_layout() -> None:
 def test_rows_in_parts(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planes, "_AT_ONCE", 128 * 40)
     given = drawn((300, 20), order)
-    assert len(planes._parts(300, 40)) == 3
+    assert len(planes._parts(300, 20, 40)) == 3
     check(given, order)
     check(given, order, needs=(False, True, False, True, True, True, True), formed_again=True)
+
+
+@pytest.mark.parametrize("wanted", [(3,), (6,), (3, 6)])
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_down_projection_alone(order: str, wanted: tuple[int, ...]) -> None:
+    """As autograd calls it then: without x, and with dy in place of other tensors."""
+    given: Any = drawn((9, 20), order, sizes=(70, 24))
+    x, weights, biases = given[0], Weights(*given[1:4]), Biases(*given[4:])
+    _, *pre = reference.forward(x, weights, biases, "silu", order, True)
+    dy, needs = torch.randn(9, 24), tuple(i in wanted for i in range(7))
+    names: Any = "silu", order, needs
+    ours = run_backward(dy, tuple(pre), None, weights, biases, *names, planes.backward)  # type: ignore[arg-type]
+    theirs = reference.backward(dy, tuple(pre), x, weights, biases, *names)  # type: ignore[arg-type]
+    for own, other in zip(ours, theirs, strict=True):
+        assert (own is None) == (other is None)
+        if own is not None:
+            torch.testing.assert_close(own, other)
 
 
 @pytest.mark.parametrize("value", [2.0**50, 2.0**-100])
@@ -169,6 +187,7 @@ def test_what_it_does_not_serve() -> None:
 
     assert reason() is None
     assert reason("backward", order="gate_up", w="strided") is None
+    assert "so few" in reason(sizes=(32, 7, 48, 24))
     assert "float32" in reason(dtype="bfloat16")
     assert "float32" in reason(precision="high")
     assert "down" in reason(sizes=(32, 64, 48))

@@ -54,9 +54,23 @@ class TestOnHopper:
 
     @pytest.mark.parametrize("order", ORDERS)
     def test_planes(self, order: str) -> None:
+        given: Any
         for bias, shape in itertools.product(BIASES, ((300, 128), (2, 5, 128))):
             given = draw(shape, order, bias, device="cuda", sizes=(264, 72))
             Way(formula_of("planes", order), given).compare(given)
+        for kept in range(6):
+            needs = [i == kept for i in range(7)]
+            given = draw((70, 128), order, "yes", needs, device="cuda", sizes=(264, 72))
+            wanted = [t for t in given if t is not None and t.requires_grad]
+            dy, stacked = torch.randn(70, 72, device="cuda"), None if order == "apart" else order
+            if wanted:
+                ours, theirs = (
+                    torch.autograd.grad(
+                        fl.gated_mlp(*given, stacked=stacked, backend=name), wanted, dy
+                    )
+                    for name in ("planes", "eager")
+                )
+                torch.testing.assert_close(ours, theirs)
 
     @pytest.mark.parametrize("order", [*ORDERS, "interleaved"])
     def test_the_elementwise_pass(self, order: str) -> None:

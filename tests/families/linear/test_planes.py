@@ -252,6 +252,8 @@ def test_what_can_be_read() -> None:
     assert not planes_product.can_be_read(Source(x.t()))
     assert not planes_product.can_be_read(Source(x[:, 1:]))
     assert not planes_product.can_be_read(Source(x, saved=values(20, 63)))
+    assert not planes_product.can_be_read(Source(x, saved=x, other=x))
+    assert not planes_product.can_be_read(Source(x[:1].expand(20, 64)))
 
 
 @pytest.mark.parametrize("slices", [1, 2])
@@ -634,6 +636,39 @@ def test_clusters_and_the_same_bits_every_time(config: Config, m: int) -> None:
     near(first, given[0] @ given[1].t(), given[0].double() @ given[1].double().t())
     for _ in range(200):
         assert torch.equal(planes_product.product(a, b, config=config)[0], first)
+
+
+@pytest.mark.gpu
+@_GPU
+@pytest.mark.parametrize("place", ["cuda"], indirect=True)
+@pytest.mark.parametrize("reads", [1, 2])
+@pytest.mark.parametrize("bn", [64, 128])
+def test_numbers_in_registers_give_the_same_bits_every_time(bn: int, reads: int) -> None:
+    """Of many tiles a block, some with planes of the second level and some without planes."""
+    x, weight, saved = values(40_000, 260), values(200, 260, seed=1), values(40_000, 260, seed=2)
+    x[::7, 3], x[100:20_000:5, 64:100] = 2.0**60, x[100:20_000:5, 64:100] * 2.0**-33
+    given = Source(x)
+    if reads == 2:
+        given = Source(x, form=Form.GRADIENT, saved=saved, activation="silu")
+    for turns in (True, False):
+        config = Config(bn, 2, reads=reads, turns=turns)
+        first = multiply(given, weight, config)
+        alike(first, multiply(given, weight, replace(config, reads=0)))
+        for _ in range(100):
+            assert torch.equal(multiply(given, weight, config), first)
+
+
+@pytest.mark.gpu
+@_GPU
+@pytest.mark.parametrize("place", ["cuda"], indirect=True)
+def test_sums_of_products_one_behind_the_other() -> None:
+    x, weight = values(500, 300), values(90, 300, seed=1)
+    planes = split((x, weight), (False, False))
+    y = torch.zeros(500, 90)
+    for _ in range(20):
+        planes_product.product(*planes, into=(y, None), added=True)  # type: ignore[misc]
+    expected, _ = planes_product.product(*planes)  # type: ignore[misc]
+    torch.testing.assert_close(y, 20 * expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.gpu

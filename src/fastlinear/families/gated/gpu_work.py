@@ -99,11 +99,11 @@ def _planes_pre_activations(p: Problem) -> tuple[Work, ...]:
     rows, times = _stacked(p, h)
     of_w = linear.split(p, rows, k, w == "n", k)
     product = linear.product_of_planes(p, m, k, rows)
-    return call(_PLANES, 1 + times), _split_x(p, k, m, x == "t"), *times * (of_w, *product)
+    return call(_PLANES, 1 + times), _split_x(p, m, k, x == "t"), *times * (of_w, *product)
 
 
-def _split_x(p: Problem, k: int, m: int, turned: bool) -> Work:
-    return linear.split(p, m, k, turned, 1 if p.option("x") == "strided" else k)
+def _split_x(p: Problem, lines: int, depth: int, turned: bool) -> Work:
+    return linear.split(p, lines, depth, turned, 1 if p.option("x") == "strided" else p.dim("K"))
 
 
 def _planes_forward(p: Problem) -> tuple[Work, ...]:
@@ -124,7 +124,7 @@ def _planes_backward(p: Problem) -> tuple[Work, ...]:
         linear.split(p, m, n, False, n),
         linear.split(p, n, m, True, n),
         linear.split(p, h, n, w == "t", h),
-        _split_x(p, k, m, x == "n"),
+        _split_x(p, k, m, x == "n"),  # along its columns
         *2 * (linear.split(p, k, h, w == "t", k),),
         Work(
             *(f"{_PLANES} split both ways", bytes_us(p, 8 * m * h), {"numbers": 2 * m * h}),

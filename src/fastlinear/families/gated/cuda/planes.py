@@ -28,9 +28,14 @@ from fastlinear.families.linear.cuda.planes import Form, why_not_of
 from fastlinear.families.linear.cuda.planes_product import product
 from fastlinear.families.linear.cuda.planes_split import Planes, Source, split
 
-# Numbers of (M, H) whose planes exist at once: five times as many, of 8 bytes.
+# Numbers of the widest matrix of a part of the rows: planes of five exist at once, of 8 bytes.
 _AT_ONCE = 1 << 25
 _ROWS = 128  # of a part a multiple
+_WEIGHTS = ("first", "second", "gate", "up", "down")
+_LEAST = 8  # products in a sum, of which each has 22 bits
+
+Split = dict[tuple[str, bool], Planes]
+"""Planes of operands by name, and whether they are by columns."""
 
 
 def reason_not(p: Problem) -> str | None:
@@ -47,22 +52,16 @@ def reason_not_any(p: Problem) -> str | None:
     if p.option("order") == "interleaved":
         return "interleaved halves have no rows side by side"
     m, k, h, n = (p.dim(name) for name in "MKHN")
+    if min(k, h, n) < _LEAST:
+        return "sums of so few products are less exact"
     return why_not_of(m, k, h) or why_not_of(m, h, n)
 
 
-def _parts(rows: int, size: int) -> list[slice]:
-    """Rows of (M, H) that are worked on one after the other."""
+def _parts(rows: int, *sizes: int) -> list[slice]:
+    """Rows that are worked on one after the other, of matrices so wide."""
+    size = max(sizes)
     each = rows if rows * size <= _AT_ONCE else max(1, _AT_ONCE // (size * _ROWS)) * _ROWS
     return [slice(i, min(i + each, rows)) for i in range(0, rows, each)]
-
-
-def _pre_activations(x: Tensor, weights: Weights, biases: Biases, into: Pre) -> None:
-    """x Wgᵀ + bg and x Wuᵀ + bu, or their stack."""
-    firsts = [w for w in (weights.gate, weights.up) if w is not None]
-    rows, *each = split([Source(t, by_rows=True) for t in (x, *firsts)])
-    for planes, bias, to in zip(each, biases, into, strict=False):
-        assert to is not None
-        product(rows, planes, bias, into=(to, None))
 
 
 def _of_rows(pre: Pre, rows: slice) -> Pre:
@@ -74,19 +73,34 @@ def forward(
     x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x (M, K) float32 → (y (M, N), then the pre-activations or None twice)."""
-    m, size = len(x), hidden(weights)
+    (m, k), size = x.shape, hidden(weights)
     assert weights.down is not None
+    n = len(weights.down)
     kept = empty_pre(x, size, order) if save_pre else None
-    y = x.new_empty(m, len(weights.down))
-    for rows in _parts(m, size):
-        part = x[rows]
-        pre = empty_pre(part, size, order) if kept is None else _of_rows(kept, rows)
-        _pre_activations(part, weights, biases, pre)
+    y = x.new_empty(m, n)
+    made: Split = {}
+    for rows in _parts(m, k, size, n):
+        pre = empty_pre(x[rows], size, order) if kept is None else _of_rows(kept, rows)
+        _pre_activations(x[rows], weights, biases, pre, made)
         gate, up = split_pre(pre, order)
         h = Source(up, True, form=Form.GATED, saved=gate, activation=activation)
-        through, down = split((h, Source(weights.down, by_rows=True)))
-        product(through, down, biases.down, into=(y[rows], None))
+        through = _split(made, h=h, down=Source(weights.down, by_rows=True))["h", False]
+        product(through, made["down", False], biases.down, into=(y[rows], None))
+        made = _of_weights(made)
     return (y, None, None) if kept is None else (y, *kept)
+
+
+def _pre_activations(
+    x: Tensor, weights: Weights, biases: Biases, into: Pre, made: Split, again: bool = False
+) -> None:
+    """x Wgᵀ + bg and x Wuᵀ + bu, or their stack. Weights that are ``made`` are not split anew; x is
+    split by columns as well where it is read ``again``."""
+    firsts = {"first": weights.gate, "second": weights.up}
+    sources = {name: Source(w, by_rows=True) for name, w in firsts.items() if w is not None}
+    found = _split(made, x=Source(x, by_rows=True, by_columns=again), **sources)
+    for name, bias, to in zip(sources, biases, into, strict=False):
+        assert to is not None
+        product(found["x", False], made[name, False], bias, into=(to, None))
 
 
 def backward(
@@ -100,19 +114,36 @@ def backward(
     needs: Needs,
     over: bool = False,
 ) -> Gradients:
-    """dy (M, N), dense, float32 → the seven gradients; pre None is formed again from x."""
-    given = zip(needs, (x, *weights, *biases), strict=True)
-    found = tuple(t.new_empty(t.shape) if need and t is not None else None for need, t in given)
+    """dy (M, N), dense, float32 → the seven gradients; pre None is formed again from x.
+
+    Where no more than the down projection is wanted and pre is given, the other tensors are not
+    looked at: they may be any.
+    """
+    m, n = dy.shape
+    size = hidden(weights) if pre is None else split_pre(pre, order)[0].shape[1]
+    given = x, weights.gate, weights.up, None, biases.gate, biases.up, None
+    found = [
+        t.new_empty(t.shape) if need and t is not None else None
+        for need, t in zip(needs, given, strict=True)
+    ]
+    found[3], found[6] = (
+        dy.new_empty(shape) if need else None
+        for need, shape in ((needs[3], (n, size)), (needs[6], (n,)))
+    )
+    inner = any(needs[i] for i in (0, 1, 2, 4, 5))
+    wide = (n, size, x.shape[1]) if inner or pre is None else (n, size)
     dx, *others = found
-    for i, rows in enumerate(_parts(len(dy), hidden(weights))):
-        part = x[rows]
+    made: Split = {}
+    for i, rows in enumerate(_parts(m, *wide)):
         at = None if pre is None else _of_rows(pre, rows)
         if at is None and any(needs[:6]):
-            at = empty_pre(part, hidden(weights), order)
-            _pre_activations(part, weights, biases, at)
+            at = empty_pre(x[rows], size, order)
+            _pre_activations(x[rows], weights, biases, at, made, again=needs[1] or needs[2])
         into = None if dx is None else dx[rows], *others
-        _backward_part(dy[rows], at, part, weights, activation, order, into, i > 0)
-    return found
+        own = x[rows] if inner else x
+        _backward_part(dy[rows], at, own, weights, activation, order, into, i > 0, made)
+        made = _of_weights(made)
+    return tuple(found)
 
 
 def _backward_part(
@@ -124,45 +155,45 @@ def _backward_part(
     order: str,
     into: Gradients,
     added: bool,
+    made: Split,
 ) -> None:
     """Gradients of some rows ``into`` memory for those that are wanted, or ``added`` to what it
-    holds of other rows."""
+    holds of other rows. What is split already is ``made``."""
     dx, gate_weight, up_weight, down_weight, *biases = into
     d_gate, d_up = _halves(gate_weight, up_weight, order)
     sums = [None if b is None else torch.empty_like(b) if added else b for b in biases]
     gate_sums, up_sums = _halves(sums[0], sums[1], order)
     inner = any(into[i] is not None for i in (0, 1, 2, 4, 5))
-    gate_w, up_w = split_weights(weights, order)
-    assert weights.down is not None
-    outer = _split(
-        dy=Source(dy, inner, down_weight is not None, sums=sums[2]),
-        down=Source(weights.down, by_columns=inner),
-        x=Source(x, by_columns=d_gate is not None or d_up is not None),
-        gate=Source(gate_w, by_columns=dx is not None),
-        up=Source(up_w, by_columns=dx is not None),
-    )
-    made = {}
+    sources = {"dy": Source(dy, inner, down_weight is not None, sums=sums[2])}
+    if inner:
+        assert weights.down is not None
+        sources["down"] = Source(weights.down, by_columns=True)
+        sources["x"] = Source(x, by_columns=d_gate is not None or d_up is not None)
+    if dx is not None:
+        for name, weight in zip(("gate", "up"), split_weights(weights, order), strict=True):
+            sources[name] = Source(weight, by_columns=True)
+    _split(made, **sources)
     if pre is not None:
         gate, up = split_pre(pre, order)
         of_gate = Source(up, saved=gate, form=Form.GATED, activation=activation)
         derived = {"h": of_gate._replace(by_columns=down_weight is not None)}
         if inner:
-            dh, _ = product(outer["dy", False], outer["down", True])
+            dh, _ = product(made["dy", False], made["down", True])
             both = of_gate._replace(numbers=dh, by_rows=dx is not None)
-            derived["up"] = both._replace(by_columns=d_up is not None, sums=up_sums)
+            derived["d up"] = both._replace(by_columns=d_up is not None, sums=up_sums)
             both = both._replace(form=Form.GATE_GRADIENT, other=up)
-            derived["gate"] = both._replace(by_columns=d_gate is not None, sums=gate_sums)
-        made = _split(**derived)
+            derived["d gate"] = both._replace(by_columns=d_gate is not None, sums=gate_sums)
+        _split(made, **derived)
     for own, total in zip(sums, biases, strict=True):
         if own is not None and total is not None and added:
             total.add_(own)
     if down_weight is not None:
-        product(outer["dy", True], made["h", True], into=(down_weight, None), added=added)
+        product(made["dy", True], made["h", True], into=(down_weight, None), added=added)
     for name, to in (("gate", d_gate), ("up", d_up)):
         if to is not None:
-            product(made[name, True], outer["x", True], into=(to, None), added=added)
+            product(made[f"d {name}", True], made["x", True], into=(to, None), added=added)
         if dx is not None:
-            rows, turned = made[name, False], outer[name, True]
+            rows, turned = made[f"d {name}", False], made[name, True]
             product(rows, turned, into=(dx, None), added=name == "up")
 
 
@@ -175,17 +206,27 @@ def _halves(
     return halves(first, None, order, 0)
 
 
-def _split(**sources: Source) -> dict[tuple[str, bool], Planes]:
-    """Planes by name and by whether they are by columns, in one launch."""
-    wanted = {
-        name: s for name, s in sources.items() if s.by_rows or s.by_columns or s.sums is not None
-    }
-    if not wanted:
-        return {}
-    names = [
-        (name, by_columns)
-        for name, s in wanted.items()
-        for by_columns in (False, True)
-        if (s.by_columns if by_columns else s.by_rows)
-    ]
-    return dict(zip(names, split([*wanted.values()]), strict=True))
+def _of_weights(made: Split) -> Split:
+    return {name: planes for name, planes in made.items() if name[0] in _WEIGHTS}
+
+
+def _split(made: Split, /, **sources: Source) -> Split:
+    """``made`` with the planes of these, by name and by whether they are by columns, of one launch;
+    but for those that are there."""
+    wanted = {}
+    for name, s in sources.items():
+        by_rows, by_columns = (
+            way and (name, turned) not in made
+            for turned, way in ((False, s.by_rows), (True, s.by_columns))
+        )
+        if by_rows or by_columns or s.sums is not None:
+            wanted[name] = s._replace(by_rows=by_rows, by_columns=by_columns)
+    if wanted:
+        names = [
+            (name, by_columns)
+            for name, s in wanted.items()
+            for by_columns in (False, True)
+            if (s.by_columns if by_columns else s.by_rows)
+        ]
+        made.update(zip(names, split([*wanted.values()]), strict=True))
+    return made

@@ -45,7 +45,7 @@ constexpr u64 B_K_STEP = (B_MN ? 16 * 128 : 32) >> 4;
 constexpr bool DERIVED = A_FORM != FORM_PLAIN || B_FORM != FORM_PLAIN;
 
 static_assert(BM == 128 && BN % 64 == 0 && B_PART % 8 == 0, "BM, BN");
-static_assert(!READS || (!A_MN && CLUSTER == 1), "READS");
+static_assert(!READS || (!A_MN && CLUSTER == 1 && READS <= 2 && A_FORM != FORM_GATE_GRADIENT), "READS");
 
 struct Params {
   TensorMap a[4], b[4];                  // planes, high first; then those of small numbers; or READS matrices
@@ -314,16 +314,26 @@ struct Numbers {
   // From where a warp's 16 rows lie in the first half of the tile.
   __device__ __forceinline__ void read(u32 rows) {
     const u32 lane = lane_id(), row = lane >> 2, c = lane & 3;
+    const bool odd = row & 1;  // these read two steps in the other order: so no two rows meet in a bank
 #pragma unroll
-    for (int i = 0; i < BK / 4; ++i) {
-      const int step = i / 4, part = i / 2 % 2, r = i % 2;  // parts are 8 numbers apart
-      const u32 four = step % 2 * 4 + part * 2 + (c >> 1);
-      const u32 at = rows + step / 2 * A_BYTES + (row + 8 * r) * 128 + ((four ^ row) << 4) + (c & 1) * 8;
-      const float2 x = load_shared64(at);
-      float2 saved{};
-      if (READS > 1) saved = load_shared64(at + 2 * A_BYTES);
-      v[step][r][2 * part] = derived(A_FORM, x.x, saved.x, 0.0f);
-      v[step][r][2 * part + 1] = derived(A_FORM, x.y, saved.y, 0.0f);
+    for (int i = 0; i < BK / 8; ++i) {
+      const int half = i / 4, part = i / 2 % 2, r = i % 2;  // parts are 8 numbers apart
+      float2 found[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const u32 four = ((j ^ odd) * 4 + part * 2 + (c >> 1)) ^ row;
+        const u32 at = rows + half * A_BYTES + (row + 8 * r) * 128 + (four << 4) + (c & 1) * 8;
+        const float2 x = load_shared64(at);
+        float2 saved{};
+        if (READS > 1) saved = load_shared64(at + 2 * A_BYTES);
+        found[j] = {derived(A_FORM, x.x, saved.x, 0.0f), derived(A_FORM, x.y, saved.y, 0.0f)};
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float2 own = odd ? found[1 - j] : found[j];
+        v[2 * half + j][r][2 * part] = own.x;
+        v[2 * half + j][r][2 * part + 1] = own.y;
+      }
     }
   }
 
@@ -334,28 +344,36 @@ struct Numbers {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       Known row{0, 0};
+      u32 least = 0xffffffffu;  // of the bits of those that are not 0, less 1
 #pragma unroll
-      for (int i = 0; i < BK / 4; ++i) row.add(v[i / 4][r][i % 4]);
+      for (int i = 0; i < BK / 4; ++i) {
+        row.add(v[i / 4][r][i % 4]);
+        least = min(least, (__float_as_uint(v[i / 4][r][i % 4]) & 0x7fffffffu) - 1);
+      }
       row.add_across(1);
       row.add_across(2);
       of[r] = row.scale();
-#pragma unroll
-      for (int i = 0; i < BK / 4; ++i) {
-        float& x = v[i / 4][r][i % 4];
-        x = scaled(x, of[r]);
-        found |= is_small(x);
-      }
       s.plain[r] = of[r] < 0.0f;
+      const float own = s.plain[r] ? 1.0f : of[r], to = inverse(own);
+      found |= !s.plain[r] && least < __float_as_uint(own / (1 << TOP)) - 1;
+      if (s.plain[r]) {
+#pragma unroll
+        for (int i = 0; i < BK / 4; ++i) v[i / 4][r][i % 4] = 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < BK / 4; ++i) v[i / 4][r][i % 4] *= to;
     }
     s.upper = of[0], s.lower = of[1];
     return found;
   }
 
-  // Planes of one level.
-  __device__ __forceinline__ void planes(bool second, Words& high, Words& low) const {
-    const auto of_level = [&](float x) {
-      if (is_small(x) != second) return 0.0f;
-      return second ? x * (1 << LEVEL) : x;
+  // Planes of the first level or the second, or of all numbers where none is small.
+  template <int kLevel>
+  __device__ __forceinline__ void planes(Words& high, Words& low) const {
+    const auto of_level = [](float x) {
+      if (kLevel == 0) return x;
+      if (is_small(x) != (kLevel == 2)) return 0.0f;
+      return kLevel == 2 ? x * (1 << LEVEL) : x;
     };
 #pragma unroll
     for (int i = 0; i < BK / 4; ++i) {
@@ -408,31 +426,54 @@ struct Pipe {
     return __any_sync(0xffffffffu, found);
   }
 
-  // acc = the products of planes, but for rows' scales: all three in one accumulator, the high ones last.
-  // What comes `meanwhile` is computed while the tensor cores work.
+  // acc = the products of planes with rows' scales, which are known once `meanwhile` has run, while the
+  // tensor cores work; then the stage is released, or is not. Where registers hold both, the products of
+  // high planes are under way while the others are scaled; else they are added to these. Where A's planes
+  // are made here, a turn lasts to its end: meanwhile the other consumer makes its own.
   template <class Operand, class Meanwhile>
   __device__ __forceinline__ void multiply_planes(float (&acc)[BN / 2], Operand& high, Operand& low, u64 b,
-                                                  bool turns, const Meanwhile& meanwhile) const {
+                                                  bool turns, bool last, const Scales& s,
+                                                  const Meanwhile& meanwhile) const {
     constexpr float kLow = 1.0f / 2048.0f;
+    constexpr bool kBoth = BN <= (READS ? 64 : 128);
+    hold(high), hold(low);
     if (turns) begin_turn(consumer);
     wgmma_fence();
     multiply<true>(acc, high, b + (B_BYTES >> 4));
     multiply<false>(acc, low, b);
     wgmma_commit();
-    if (turns) end_turn(consumer);
-    meanwhile();
-    wgmma_wait<0>();
-    settle(acc);
-    hold(low);
-    ::scale(acc, kLow, kLow);
-    if (turns) begin_turn(consumer);
-    wgmma_fence();
-    multiply<false>(acc, high, b);
-    wgmma_commit();
-    if (turns) end_turn(consumer);
-    wgmma_wait<0>();
-    settle(acc);
-    hold(high);
+    if constexpr (kBoth) {
+      float of_high[BN / 2];
+      multiply<true>(of_high, high, b);
+      wgmma_commit();
+      if (turns) end_turn(consumer);
+      meanwhile();
+      wgmma_wait<1>();
+      settle(acc);
+      scale(acc, kLow * s.upper, kLow * s.lower);
+      wgmma_wait<0>();
+      settle(of_high);
+      hold(high), hold(low);
+      if (last) release();
+#pragma unroll
+      for (int i = 0; i < BN / 2; ++i) acc[i] = fmaf(of_high[i], i & 2 ? s.lower : s.upper, acc[i]);
+    } else {
+      if (turns && !READS) end_turn(consumer);
+      meanwhile();
+      wgmma_wait<0>();
+      settle(acc);
+      scale(acc, kLow, kLow);
+      if (turns && !READS) begin_turn(consumer);
+      wgmma_fence();
+      multiply<false>(acc, high, b);
+      wgmma_commit();
+      if (turns) end_turn(consumer);
+      wgmma_wait<0>();
+      settle(acc);
+      hold(high), hold(low);
+      if (last) release();
+      scale(acc, s.upper, s.lower);
+    }
   }
 
   // sum += acc with rows' and columns' scales, of a step of that level.
@@ -454,42 +495,15 @@ struct Pipe {
   }
 
 #if !READS
-  // Where registers hold both, the products of high planes are under way while the others are scaled.
   __device__ __forceinline__ void add_products(float (&sum)[BN / 2], Scales& s, bool& found, u32 told) {
-    constexpr float kLow = 1.0f / 2048.0f;
     const u32 at = base + stage * STAGE_BYTES, a_at = at + consumer * (A_BYTES / 2);
     u64 high = make_desc<A_MN>(a_at), low = high + (A_BYTES >> 4);
-    const u64 b = make_desc<B_MN>(at + A_STAGE);
     float acc[BN / 2];
-    const auto read = [&] {
+    multiply_planes(acc, high, low, make_desc<B_MN>(at + A_STAGE), true, true, s, [&] {
       read_scales(s);
       found = any_plain(s);
       s.put_off(told);
-    };
-    if constexpr (BN <= 128) {
-      begin_turn(consumer);
-      wgmma_fence();
-      multiply<true>(acc, high, b + (B_BYTES >> 4));
-      multiply<false>(acc, low, b);
-      wgmma_commit();
-      float of_high[BN / 2];
-      multiply<true>(of_high, high, b);
-      wgmma_commit();
-      end_turn(consumer);
-      read();
-      wgmma_wait<1>();
-      settle(acc);
-      scale(acc, kLow * s.upper, kLow * s.lower);
-      wgmma_wait<0>();
-      settle(of_high);
-      release();
-#pragma unroll
-      for (int i = 0; i < BN / 2; ++i) acc[i] = fmaf(of_high[i], i & 2 ? s.lower : s.upper, acc[i]);
-    } else {
-      multiply_planes(acc, high, low, b, true, read);
-      release();
-      scale(acc, s.upper, s.lower);
-    }
+    });
     promote_step(sum, acc, s, told);
   }
 #else
@@ -503,23 +517,19 @@ struct Pipe {
     found = any_plain(s);
     float acc[BN / 2];
     Words high, low;
-    numbers.planes(false, high, low);
-    multiply_planes(acc, high, low, b, true, [] {});
+    if (small) numbers.planes<1>(high, low);
+    else numbers.planes<0>(high, low);
     Scales own = s;
-    own.put_off(told);
-    scale(acc, own.upper, own.lower);
+    multiply_planes(acc, high, low, b, true, !small, own, [&] { own.put_off(told); });
     promote_step(sum, acc, own, told);
     if (small) {
       numbers.read(rows);
       numbers.scale(s);
-      numbers.planes(true, high, low);
-      multiply_planes(acc, high, low, b, false, [] {});
+      numbers.planes<2>(high, low);
       own = s;
-      own.put_off(told | A_LEVEL);
-      scale(acc, own.upper, own.lower);
+      multiply_planes(acc, high, low, b, false, true, own, [&] { own.put_off(told | A_LEVEL); });
       promote_step(sum, acc, own, told | A_LEVEL);
     }
-    release();
   }
 #endif
 };

@@ -56,10 +56,11 @@ struct Known {
   }
 };
 
+// 1 / s
+__device__ __forceinline__ float inverse(float s) { return __uint_as_float((254u << 23) - __float_as_uint(s)); }
+
 // x / s; of segments without planes 0, and not NaN.
-__device__ __forceinline__ float scaled(float x, float s) {
-  return s < 0.0f ? 0.0f : x * __uint_as_float((254u << 23) - __float_as_uint(s));
-}
+__device__ __forceinline__ float scaled(float x, float s) { return s < 0.0f ? 0.0f : x * inverse(s); }
 
 // Two numbers' planes, a pair in a word each.
 __device__ __forceinline__ void split(float x, float y, u32& high, u32& low) {

@@ -29,7 +29,7 @@ PITCH = 8
 _MOST_SLICES = 64
 _MOST = 1 << 30  # of each size: coordinates of tiles are 32-bit
 _MOST_NUMBERS = 1 << 29
-_MOST_COLUMNS = 128  # of a tile whose first operand's planes are in registers, too
+_MOST_COLUMNS, _MOST_READS = 128, 2  # where the first operand's planes are in registers
 _HERE = Path(__file__)
 
 
@@ -105,8 +105,8 @@ class Config:
         """Why this configuration cannot serve products of that depth, or None."""
         if self.bn not in STAGES or self.bn % (8 * self.cluster) or BK % (8 * self.cluster):
             return f"{self.bn} columns of {self.cluster} blocks"
-        if self.reads and (self.bn > _MOST_COLUMNS or self.cluster > 1):
-            return f"{self.bn} columns of {self.cluster} blocks beside numbers in registers"
+        if self.reads and (self.bn > _MOST_COLUMNS or self.cluster > 1 or self.reads > _MOST_READS):
+            return f"{self.bn} columns of {self.cluster} blocks beside {self.reads} matrices read"
         if self.stages < 2 or self.shared_bytes > SHARED_LIMIT:
             return f"{self.shared_bytes} bytes of shared memory with {self.stages} stages"
         if (self.slices - 1) * slice_tiles(k, self.slices) >= ceil(k / BK):

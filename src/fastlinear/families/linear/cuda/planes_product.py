@@ -112,12 +112,15 @@ def _tensors(operand: Operand) -> tuple[Tensor | None, ...]:
 
 
 def can_be_read(source: Source) -> bool:
-    """Whether ``product`` can split it in registers: rows side by side that begin on 16 bytes."""
-    return all(
-        t.stride(1) == 1 and t.stride(0) % 4 == 0 and t.data_ptr() % 16 == 0
-        for t in source.read
-        if t is not None
-    )
+    """Whether ``product`` can split it in registers: it is read from two matrices at most, of rows
+    that begin on 16 bytes, do not overlap and lie side by side."""
+    return source.other is None and all(_is_readable(t) for t in source.read if t is not None)
+
+
+def _is_readable(t: Tensor) -> bool:
+    across, along = t.stride()
+    apart = across % 4 == 0 and across >= t.shape[1]
+    return along == 1 and apart and t.data_ptr() % 16 == 0
 
 
 def _along(t: Tensor, by_columns: bool) -> tuple[int, int]:
@@ -162,7 +165,7 @@ def product(
         bias: (N,) float32, or None.
         activation: its name.
         save_pre: whether to return the second.
-        into: memory for both, dense.
+        into: memory for both, dense, of their shape.
         added: whether A Bᵀ is added to what ``into`` holds; without bias and activation.
         config: how the product is shared out; None lets a model choose.
 
@@ -171,6 +174,7 @@ def product(
     """
     (m, k), (n, depth) = sides(a), sides(b)
     assert k == depth, "both are of one K"
+    assert not isinstance(a, Source) or (can_be_read(a) and not a.by_columns and a.sums is None)
     first, second = _source(a), b.source
     device = b.high.device.index
     reads = sum(t is not None for t in first.read) if isinstance(a, Source) else 0
@@ -181,6 +185,7 @@ def product(
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
     y, pre = into or empty(first.numbers, m, n, save_pre)
+    assert all(t is None or (t.shape == (m, n) and t.is_contiguous()) for t in (y, pre))
     parts = y.new_empty(config.slices, m, n) if config.slices > 1 else None
     derived = {one.activation for one in (first, second) if one.form is not Form.PLAIN}
     if derived:  # of one activation, and the product of none
