@@ -147,7 +147,7 @@ def test_the_down_projection_alone(order: str, wanted: tuple[int, ...]) -> None:
     for own, other in zip(ours, theirs, strict=True):
         assert (own is None) == (other is None)
         if own is not None:
-            torch.testing.assert_close(own, other)
+            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("value", [2.0**50, 2.0**-100])

@@ -70,7 +70,7 @@ class TestOnHopper:
                     )
                     for name in ("planes", "eager")
                 )
-                torch.testing.assert_close(ours, theirs)
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
     @pytest.mark.parametrize("order", [*ORDERS, "interleaved"])
     def test_the_elementwise_pass(self, order: str) -> None:

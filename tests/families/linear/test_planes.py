@@ -245,6 +245,32 @@ def test_gradients_split_in_registers(activation: str, config: Config) -> None:
         alike(ours, multiply(given, weight, replace(config, reads=0), (False, turned)))
 
 
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_calls_that_split_in_registers(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, where it is predicted to be faster, and where it cannot be done."""
+    read = []
+
+    def predicted(*given: int) -> bool:
+        read.append(given)
+        return True
+
+    monkeypatch.setattr(planes_product, "in_registers", predicted)
+    dy, x, weight = values(150, 72, seed=2), values(150, 40), values(72, 40, seed=1)
+    check(x, weight, dy)
+    for needs in (
+        (True, True, True),
+        (True, False, True),
+        (True, False, False),
+        (False, True, True),
+    ):
+        check_backward(dy, x, weight, activation, needs)
+    assert {(m, n, k) for m, n, k, *_ in read} == {(150, 72, 40), (150, 40, 72)}
+    assert {reads for *_, reads in read} == ({1} if activation == "none" else {1, 2})
+    read.clear()
+    check(values(150, 41), values(70, 41), values(150, 70))
+    assert not read
+
+
 def test_what_can_be_read() -> None:
     x = values(20, 64)
     assert planes_product.can_be_read(Source(x))

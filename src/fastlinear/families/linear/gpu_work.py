@@ -143,35 +143,43 @@ def _few_rows(kind: str, p: Problem, m: int, k: int, n: int) -> tuple[Work, ...]
 
 
 def _planes(p: Problem, m: int, k: int, n: int, layout: str) -> tuple[Work, ...]:
-    """Both operands split into planes, by rows of memory or by columns, and their product."""
+    """Both operands split into planes, by rows of memory or by columns, and their product; or the
+    second one alone."""
     first, second = {
         "forward": ("x", "w"),
         "grad_input": ("dpre", "w"),
         "grad_weight": ("dpre", "x"),
     }[p.piece]
-    splits = (
-        split(p, m, k, layout[0] == "t", _row(p, first)),  # rows of memory lie along K
-        split(p, n, k, layout[1] == "n", _row(p, second)),
-    )
-    return call(f"{NAME} planes", 2), *splits, *product_of_planes(p, m, k, n)
+    turned = layout[0] == "t"  # rows of memory lie across K
+    reads = int(not turned and _is_read(p, first, m, k, n, 1))
+    splits = [] if reads else [split(p, m, k, turned, _row(p, first))]
+    splits.append(split(p, n, k, layout[1] == "n", _row(p, second)))
+    return call(f"{NAME} planes", 2), *splits, *product_of_planes(p, m, k, n, reads)
+
+
+def _is_read(p: Problem, operand: str, m: int, k: int, n: int, reads: int) -> bool:
+    """Whether a first operand (m, k) is split in registers."""
+    return _row(p, operand) % 4 == 0 and planes.in_registers(m, n, k, units(), reads)
 
 
 def _planes_backward(p: Problem) -> tuple[Work, ...]:
-    """A gradient derived and split both ways, x and the weight split, and both products."""
+    """A gradient derived and split both ways, or by columns and read again; x and the weight
+    split, and both products."""
     m, k, n = _sizes(p)
     x, w = _layouts(p)
     activation = p.option("activation")
     read = 1 if activation == "none" else 2
+    reads = read if _is_read(p, "dpre", m, n, k, read) else 0
     dpre = Work(
         f"{NAME} planes split both ways",
-        bytes_us(p, read * m * n + 2 * m * planes.pitch(n)),
+        bytes_us(p, read * m * n + (1 if reads else 2) * m * planes.pitch(n)),
         {"numbers": m * n},
         (*rows_at(p, n), *(("bias",) if p.option("bias") == "yes" else ())),
         (activation,),
     )
     others = split(p, k, n, w == "t", _row(p, "w")), split(p, k, m, x == "n", _row(p, "x"))
     launches = 3 + (p.option("bias") == "yes")
-    products = *product_of_planes(p, m, n, k), *product_of_planes(p, n, m, k)
+    products = *product_of_planes(p, m, n, k, reads), *product_of_planes(p, n, m, k)
     return call(f"{NAME} planes", launches), dpre, *others, *products
 
 
@@ -189,12 +197,13 @@ def split(p: Problem, lines: int, k: int, turned: bool, row: int) -> Work:
     return Work(kind, us, {"numbers": lines * k}, rows_at(p, row))
 
 
-def product_of_planes(p: Problem, m: int, k: int, n: int) -> tuple[Work, ...]:
-    """The product (m, n) over k of operands that are split."""
-    config = planes.config_for(m, n, k, units())
+def product_of_planes(p: Problem, m: int, k: int, n: int, reads: int = 0) -> tuple[Work, ...]:
+    """The product (m, n) over k of operands that are split, or of which the first is read."""
+    config = planes.config_for(m, n, k, units(), reads)
     us = config.microseconds(m, n, k, units()) - planes.START_US
     sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
-    product = Work(f"{NAME} planes product", us, sizes, (f"tile:{config.bn}",))
+    flags = (f"tile:{config.bn}", *((f"reads:{reads}",) if reads else ()))
+    product = Work(f"{NAME} planes product", us, sizes, flags)
     if config.slices == 1:
         return (product,)
     sliced = replace(product, flags=(*product.flags, "sliced"))

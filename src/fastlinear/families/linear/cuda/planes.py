@@ -189,6 +189,8 @@ _US = (
     (1.0, 1.7, 1.45, 2.5, 0.0, 0.0, 0.98, 2.76, 1.31),
     (1.1, 1.7, 1.55, 2.5, 0.0, 0.0, 0.98, 2.76, 1.31),
 )
+_MEASURED = (0,)  # of these, those that a GPU has been asked
+_SPLIT_US = 2.4  # of a million numbers that are split beforehand, guessed
 START_US = _US[0][6]
 """Of it what any launch takes."""
 
@@ -216,3 +218,14 @@ def candidates(m: int, n: int, k: int, reads: int = 0) -> Iterator[Config]:
 def config_for(m: int, n: int, k: int, units: int, reads: int = 0) -> Config:
     """The configuration that is predicted to take the least time."""
     return min(candidates(m, n, k, reads), key=lambda c: c.microseconds(m, n, k, units))
+
+
+@cache
+def in_registers(m: int, n: int, k: int, units: int, reads: int) -> bool:
+    """Whether a first operand that can be read so is split in registers: where that is predicted to
+    take less than a split and a product."""
+    if reads not in _MEASURED:
+        return False
+    apart = config_for(m, n, k, units).microseconds(m, n, k, units)
+    split = _SPLIT_US * (1 + reads) / 2 * m * k / 1e6
+    return config_for(m, n, k, units, reads).microseconds(m, n, k, units) < apart + split

@@ -1,7 +1,7 @@
 """Backend ``planes`` of linear_act: float32 by three products of float16 on Hopper.
 
-One launch splits both operands into two planes of float16 each, another multiplies. A sum over K
-that several blocks share is added up by a third.
+One launch splits both operands into two planes of float16 each, another multiplies, which may
+split the first one itself. A sum over K that several blocks share is added up by a third.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastlinear.families.linear.cuda.planes import Form
-from fastlinear.families.linear.cuda.planes_product import empty, product, sides
+from fastlinear.families.linear.cuda.planes_product import empty, is_read, product, sides
 from fastlinear.families.linear.cuda.planes_split import Source, split
 
 # Numbers of a first operand, whose planes take 1 GiB one way; larger ones are split in parts.
@@ -23,10 +23,17 @@ def _parts(lines: int, numbers: int) -> list[slice]:
     return [slice(i, min(i + each, lines)) for i in range(0, lines, each)]
 
 
+def _lines(source: Source) -> int:
+    return source.numbers.shape[1 if source.by_columns else 0]
+
+
 def _of_rows(
     a: Source, b: Source, bias: Tensor | None = None, activation: str = "none", save: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """``product`` of A by rows, in parts where it is large."""
+    """``product`` of A by rows: split in registers, or before, then in parts where it is large."""
+    if is_read(a, _lines(b)):
+        (second,) = split((b,))
+        return product(a._replace(by_rows=False), second, bias, activation, save)
     parts = _parts(len(a.numbers), a.numbers.numel())
     if len(parts) == 1:
         first, second = split((a, b))
@@ -114,6 +121,11 @@ def backward(
     if not for_dx or dy.numel() > _AT_ONCE:
         dx = _of_rows(*by_rows)[0] if for_dx else None
         return dx, _of_columns(*by_columns) if for_dw or for_db else None, db
+    if is_read(gradient, weight.shape[1]):
+        others = by_columns if for_dw else by_columns[:1] if for_db else ()
+        w, *made = split((by_rows[1], *others))
+        dw = product(made[0], made[1])[0] if for_dw else None
+        return product(gradient, w)[0], dw, db
     if not for_dw:
         first, second = split((by_rows[0]._replace(sums=db), by_rows[1]))
         return product(first, second)[0], None, db

@@ -16,6 +16,7 @@ from fastlinear.families.linear.cuda.planes import (
     Config,
     Form,
     config_for,
+    in_registers,
     slice_tiles,
     source,
 )
@@ -117,6 +118,23 @@ def can_be_read(source: Source) -> bool:
     return source.other is None and all(_is_readable(t) for t in source.read if t is not None)
 
 
+def reads_of(operand: Operand) -> int:
+    """Of how many matrices it is split in registers; 0 where it is split already."""
+    if isinstance(operand, Planes):
+        return 0
+    return sum(t is not None for t in operand.read)
+
+
+def is_read(source: Source, n: int) -> bool:
+    """Whether a call's first operand, by rows, is split in registers; ``n``: columns of the
+    product."""
+    if not can_be_read(source):
+        return False
+    m, k = source.numbers.shape
+    units = _units(source.numbers.device.index)
+    return in_registers(m, n, k, units, reads_of(source))
+
+
 def _is_readable(t: Tensor) -> bool:
     across, along = t.stride()
     apart = across % 4 == 0 and across >= t.shape[1]
@@ -177,7 +195,7 @@ def product(
     assert not isinstance(a, Source) or (can_be_read(a) and not a.by_columns and a.sums is None)
     first, second = _source(a), b.source
     device = b.high.device.index
-    reads = sum(t is not None for t in first.read) if isinstance(a, Source) else 0
+    reads = reads_of(a)
     config = config or config_for(m, n, k, _units(device), reads)
     assert config.reads == reads, "the configuration is for other operands"
     if (why := config.invalid(k)) is not None:
