@@ -49,17 +49,16 @@ def test_splits_stay_in_registers(activation: str) -> None:
 @pytest.mark.parametrize("bn", STAGES)
 @pytest.mark.parametrize("turned", [False, True])
 def test_products_of_gradients_stay_in_registers(bn: int, turned: bool) -> None:
-    for activation in ("gelu", "silu"):
-        for forms in (
-            (Form.GRADIENT, Form.PLAIN),
-            (Form.GATE_GRADIENT, Form.PLAIN),
-            (Form.GATED, Form.PLAIN),
-            (Form.PLAIN, Form.GATED),
-        ):
-            # of numbers without planes what they are derived from is read again, out of the way
-            most = {64: 0, 128: 8, 192: 72 if forms[1] else 16}[bn]
-            how = {"added": True, "turned": (turned, True), "forms": forms}
-            assert _frame(Config(bn, STAGES[bn]), activation, **how) <= most
+    for activation, *forms in (
+        ("gelu", Form.GRADIENT, Form.PLAIN),
+        ("silu", Form.GATE_GRADIENT, Form.PLAIN),
+        ("gelu", Form.GATED, Form.PLAIN),
+        ("silu", Form.PLAIN, Form.GATED),
+    ):
+        # of numbers without planes what they are derived from is read again, out of the way
+        most = {64: 0, 128: 8, 192: 72 if forms[1] else 16}[bn]
+        how = {"added": True, "turned": (turned, True), "forms": tuple(forms)}
+        assert _frame(Config(bn, STAGES[bn]), activation, **how) <= most
 
 
 @pytest.mark.parametrize("reads", [1, 2])

@@ -46,8 +46,15 @@ _TRITON_SOURCES = (
     *("families/gated/triton", "families/gated/products.py", "families/gated/layers.py"),
     *("families/linear/triton", "families/linear/cuda", *TRITON_SOURCES, *CUDA_SOURCES),
 )
-_PLANES_SOURCES = ("families/gated/cuda", "families/linear/cuda", *CUDA_SOURCES)
-_CUDA_SOURCES = ("families/gated/cuda", "families/gated/products.py", *CUDA_SOURCES)
+_PLANES_SOURCES = ("families/gated/cuda/planes.py", "families/linear/cuda", *CUDA_SOURCES)
+_CUDA_FILES = (
+    *("backend.py", "bias_sums.cu", "bias_sums.py", "config.py", "plans.py"),
+    *("backward.cu", "dy_sums.h", "forward.cu"),
+)
+_CUDA_SOURCES = (
+    *(f"families/gated/cuda/{name}" for name in _CUDA_FILES),
+    *("families/gated/products.py", *CUDA_SOURCES),
+)
 
 
 def _reason_not_triton(fused: bool) -> Callable[[Problem], str | None]:
