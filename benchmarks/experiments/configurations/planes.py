@@ -85,7 +85,9 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
         if reads == 1:
             return numbers
         saved = normal(place, torch.float32, m, k)
-        return numbers._replace(form=planes.Form.GRADIENT, saved=saved, activation="silu")
+        return numbers._replace(
+            derivation=planes.Derivation.GRADIENT, saved=saved, activation="silu"
+        )
 
     sets = turns(m * k * max(1, reads) + k * n + m * n, torch.float32)
     return [(first(), split(n, ways[1])) for _ in range(sets)]

@@ -16,35 +16,22 @@ from fastlinear.families.gated.autograd import run_backward
 from fastlinear.families.gated.cuda import planes
 from fastlinear.families.gated.problem import problem
 from fastlinear.families.gated.stacking import Biases, Weights
-from fastlinear.families.linear.cuda import planes_product, planes_split
 from tests.families.gated.gated_ways import ALL, BIASES, ORDERS, draw
-from tests.kernels.emulation import emulate
+from tests.families.planes_places import PLACES, placed
 
-_GPU = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a Hopper GPU",
-)
 _EMULATED = ("silu", "relu", "tanh")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, _GPU])], autouse=True)
+@pytest.fixture(params=PLACES, autouse=True)
 def place(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where tensors lie; on a CPU launches are emulated."""
-    with torch.device(request.param), pytest.MonkeyPatch.context() as patch:
-        if request.param == "cpu":
-            emulate(patch, planes_product)
-            planes_product._units.cache_clear()
+    with placed(request.param):
         yield
-    if request.param == "cpu":
-        planes_split.plans.clear()
-        planes_product.plans.clear()
-        planes_product._units.cache_clear()
 
 
 def drawn(
     shape: tuple[int, int], order: str, bias: str = "yes", sizes: tuple[int, int] = (40, 24)
 ) -> list[Tensor | None]:
-    """x, three weights, three biases; clear of the gate's kinks for nothing but luck."""
+    """x, three weights, three biases."""
     return [None if t is None else t.detach() for t in draw(shape, order, bias, sizes=sizes)]
 
 

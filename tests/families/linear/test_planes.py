@@ -20,32 +20,19 @@ from fastlinear.core.compare import judge, relative_error
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.linear import reference
 from fastlinear.families.linear.cuda import planes_backend, planes_product, planes_split
-from fastlinear.families.linear.cuda.planes import KERNEL, STAGES, SUMS_KERNEL, Config, Form
+from fastlinear.families.linear.cuda.planes import KERNEL, STAGES, SUMS_KERNEL, Config, Derivation
 from fastlinear.families.linear.cuda.planes_split import Planes, Source
+from tests.families.hopper_only import on_hopper
+from tests.families.planes_places import PLACES, placed
 from tests.kernels import emulation
-from tests.kernels.emulation import emulate
-
-_GPU = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a Hopper GPU",
-)
-
 
 _EMULATED = ("relu", "gelu", "sine", "softplus")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, _GPU])], autouse=True)
+@pytest.fixture(params=PLACES, autouse=True)
 def place(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where tensors lie; on a CPU launches are emulated."""
-    with torch.device(request.param), pytest.MonkeyPatch.context() as patch:
-        if request.param == "cpu":
-            emulate(patch, planes_product)
-            planes_product._units.cache_clear()
+    with placed(request.param):
         yield
-    if request.param == "cpu":
-        planes_split.plans.clear()
-        planes_product.plans.clear()
-        planes_product._units.cache_clear()
 
 
 def split(matrices: Sequence[Tensor], by_columns: Sequence[bool]) -> list[Planes]:
@@ -239,7 +226,7 @@ def test_any_numbers_split_in_registers(which: str, value: float) -> None:
 def test_gradients_split_in_registers(activation: str, config: Config) -> None:
     dy, saved, weight = values(150, 140), values(150, 140, seed=1), values(70, 140, seed=2)
     dy[77, 13], dy[3, 70:80] = 2.0**60, dy[3, 70:80] * 2.0**-35
-    given = Source(dy, form=Form.GRADIENT, saved=saved, activation=activation)
+    given = Source(dy, derivation=Derivation.GRADIENT, saved=saved, activation=activation)
     for turned in (False, True):
         ours = multiply(given, weight, config, (False, turned))
         alike(ours, multiply(given, weight, replace(config, reads=0), (False, turned)))
@@ -633,7 +620,7 @@ def test_launches_of_two_threads_take_their_own_addresses(monkeypatch: pytest.Mo
 
 
 @pytest.mark.gpu
-@_GPU
+@on_hopper
 @pytest.mark.parametrize("place", ["cuda"], indirect=True)
 @pytest.mark.parametrize(
     ("m", "k", "n"), [(4103, 1030, 2051), (70_001, 256, 256), (129, 8192, 300), (8192, 64, 64)]
@@ -651,7 +638,7 @@ def test_many_numbers(m: int, k: int, n: int) -> None:
 
 
 @pytest.mark.gpu
-@_GPU
+@on_hopper
 @pytest.mark.parametrize("place", ["cuda"], indirect=True)
 @pytest.mark.parametrize("config", [Config(bn, s, 2) for bn, s in STAGES.items()], ids=str)
 @pytest.mark.parametrize("m", [1000, 520])  # of 520 rows the last block has none
@@ -665,7 +652,7 @@ def test_clusters_and_the_same_bits_every_time(config: Config, m: int) -> None:
 
 
 @pytest.mark.gpu
-@_GPU
+@on_hopper
 @pytest.mark.parametrize("place", ["cuda"], indirect=True)
 @pytest.mark.parametrize("reads", [1, 2])
 @pytest.mark.parametrize("bn", [64, 128])
@@ -675,7 +662,7 @@ def test_numbers_in_registers_give_the_same_bits_every_time(bn: int, reads: int)
     x[::7, 3], x[100:20_000:5, 64:100] = 2.0**60, x[100:20_000:5, 64:100] * 2.0**-33
     given = Source(x)
     if reads == 2:
-        given = Source(x, form=Form.GRADIENT, saved=saved, activation="silu")
+        given = Source(x, derivation=Derivation.GRADIENT, saved=saved, activation="silu")
     for turns in (True, False):
         config = Config(bn, 2, reads=reads, turns=turns)
         first = multiply(given, weight, config)
@@ -685,7 +672,7 @@ def test_numbers_in_registers_give_the_same_bits_every_time(bn: int, reads: int)
 
 
 @pytest.mark.gpu
-@_GPU
+@on_hopper
 @pytest.mark.parametrize("place", ["cuda"], indirect=True)
 def test_sums_of_products_one_behind_the_other() -> None:
     x, weight = values(500, 300), values(90, 300, seed=1)
@@ -698,7 +685,7 @@ def test_sums_of_products_one_behind_the_other() -> None:
 
 
 @pytest.mark.gpu
-@_GPU
+@on_hopper
 @pytest.mark.parametrize("place", ["cuda"], indirect=True)
 def test_recorded_in_a_graph() -> None:
     x, weight, dpre = values(300, 200), values(100, 200, seed=1), values(300, 100, seed=2)
@@ -727,7 +714,7 @@ def test_recorded_in_a_graph() -> None:
 
 
 @pytest.mark.gpu
-@_GPU
+@on_hopper
 @pytest.mark.parametrize("place", ["cuda"], indirect=True)
 def test_public_calls_by_tapes() -> None:
     """More steps than a recording takes; the backward is by planes, too."""

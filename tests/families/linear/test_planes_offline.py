@@ -11,7 +11,7 @@ import pytest
 from benchmarks.experiments.configurations.planes import KIND
 from benchmarks.experiments.configurations.rows import mean, read, regrets
 from fastlinear.families.linear.cuda import planes
-from fastlinear.families.linear.cuda.planes import STAGES, Config, Form
+from fastlinear.families.linear.cuda.planes import STAGES, Config, Derivation
 from fastlinear.kernels.cuda.hopper import ARCH
 from tests.families import nvrtc_offline as nvrtc
 
@@ -49,15 +49,15 @@ def test_splits_stay_in_registers(activation: str) -> None:
 @pytest.mark.parametrize("bn", STAGES)
 @pytest.mark.parametrize("turned", [False, True])
 def test_products_of_gradients_stay_in_registers(bn: int, turned: bool) -> None:
-    for activation, *forms in (
-        ("gelu", Form.GRADIENT, Form.PLAIN),
-        ("silu", Form.GATE_GRADIENT, Form.PLAIN),
-        ("gelu", Form.GATED, Form.PLAIN),
-        ("silu", Form.PLAIN, Form.GATED),
+    for activation, *derivations in (
+        ("gelu", Derivation.GRADIENT, Derivation.NONE),
+        ("silu", Derivation.GATE_GRADIENT, Derivation.NONE),
+        ("gelu", Derivation.GATED, Derivation.NONE),
+        ("silu", Derivation.NONE, Derivation.GATED),
     ):
         # of numbers without planes what they are derived from is read again, out of the way
-        most = {64: 0, 128: 8, 192: 72 if forms[1] else 16}[bn]
-        how = {"added": True, "turned": (turned, True), "forms": tuple(forms)}
+        most = {64: 0, 128: 8, 192: 72 if derivations[1] else 16}[bn]
+        how = {"added": True, "turned": (turned, True), "derivations": tuple(derivations)}
         assert _frame(Config(bn, STAGES[bn]), activation, **how) <= most
 
 
@@ -66,7 +66,7 @@ def test_numbers_stay_in_registers(reads: int) -> None:
     """Of x and a layer's epilogue, or of a gradient."""
     how: dict[str, Any] = {"has_bias": True, "save_pre": True}
     if reads == 2:
-        how = {"turned": (False, True), "forms": (Form.GRADIENT, Form.PLAIN)}
+        how = {"turned": (False, True), "derivations": (Derivation.GRADIENT, Derivation.NONE)}
     for config in planes.candidates(8192, 256, 64, reads):
         for activation in ("gelu", "silu"):
             assert _frame(config, activation, **how) <= 8

@@ -73,9 +73,16 @@ def split_weights(weights: Weights, order: str) -> tuple[Tensor, Tensor]:
 
 def split_biases(biases: Biases, order: str) -> tuple[Tensor | None, Tensor | None]:
     """Gate and up bias, each (H,), as views."""
-    if order == "apart" or biases.gate is None:
-        return biases.gate, biases.up
-    return halves(biases.gate, None, order, 0)
+    return halves_of_any(biases.gate, biases.up, order)
+
+
+def halves_of_any(
+    first: Tensor | None, second: Tensor | None, order: str
+) -> tuple[Tensor | None, Tensor | None]:
+    """``halves`` of weights or biases, or of their gradients, of which any may be None."""
+    if order == "apart" or first is None:
+        return first, second
+    return halves(first, None, order, 0)
 
 
 def split_pre(pre: Pre, order: str) -> tuple[Tensor, Tensor]:

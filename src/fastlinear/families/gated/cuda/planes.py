@@ -19,12 +19,12 @@ from fastlinear.families.gated.stacking import (
     Pre,
     Weights,
     empty_pre,
-    halves,
+    halves_of_any,
     hidden,
     split_pre,
     split_weights,
 )
-from fastlinear.families.linear.cuda.planes import Form, why_not_of
+from fastlinear.families.linear.cuda.planes import Derivation, why_not_of
 from fastlinear.families.linear.cuda.planes_product import product
 from fastlinear.families.linear.cuda.planes_split import Planes, Source, split
 
@@ -83,7 +83,7 @@ def forward(
         pre = empty_pre(x[rows], size, order) if kept is None else _of_rows(kept, rows)
         _pre_activations(x[rows], weights, biases, pre, made)
         gate, up = split_pre(pre, order)
-        h = Source(up, True, form=Form.GATED, saved=gate, activation=activation)
+        h = Source(up, True, derivation=Derivation.GATED, saved=gate, activation=activation)
         through = _split(made, h=h, down=Source(weights.down, by_rows=True))["h", False]
         product(through, made["down", False], biases.down, into=(y[rows], None))
         made = _of_weights(made)
@@ -160,9 +160,9 @@ def _backward_part(
     """Gradients of some rows ``into`` memory for those that are wanted, or ``added`` to what it
     holds of other rows. What is split already is ``made``."""
     dx, gate_weight, up_weight, down_weight, *biases = into
-    d_gate, d_up = _halves(gate_weight, up_weight, order)
+    d_gate, d_up = halves_of_any(gate_weight, up_weight, order)
     sums = [None if b is None else torch.empty_like(b) if added else b for b in biases]
-    gate_sums, up_sums = _halves(sums[0], sums[1], order)
+    gate_sums, up_sums = halves_of_any(sums[0], sums[1], order)
     inner = any(into[i] is not None for i in (0, 1, 2, 4, 5))
     sources = {"dy": Source(dy, inner, down_weight is not None, sums=sums[2])}
     if inner:
@@ -175,13 +175,13 @@ def _backward_part(
     _split(made, **sources)
     if pre is not None:
         gate, up = split_pre(pre, order)
-        of_gate = Source(up, saved=gate, form=Form.GATED, activation=activation)
+        of_gate = Source(up, saved=gate, derivation=Derivation.GATED, activation=activation)
         derived = {"h": of_gate._replace(by_columns=down_weight is not None)}
         if inner:
             dh, _ = product(made["dy", False], made["down", True])
             both = of_gate._replace(numbers=dh, by_rows=dx is not None)
             derived["d up"] = both._replace(by_columns=d_up is not None, sums=up_sums)
-            both = both._replace(form=Form.GATE_GRADIENT, other=up)
+            both = both._replace(derivation=Derivation.GATE_GRADIENT, other=up)
             derived["d gate"] = both._replace(by_columns=d_gate is not None, sums=gate_sums)
         _split(made, **derived)
     for own, total in zip(sums, biases, strict=True):
@@ -197,16 +197,8 @@ def _backward_part(
             product(rows, turned, into=(dx, None), added=name == "up")
 
 
-def _halves(
-    first: Tensor | None, second: Tensor | None, order: str
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gate and up half of what has a row or a number for each feature, as views."""
-    if order == "apart" or first is None:
-        return first, second
-    return halves(first, None, order, 0)
-
-
 def _of_weights(made: Split) -> Split:
+    """Those that all parts of the rows share."""
     return {name: planes for name, planes in made.items() if name[0] in _WEIGHTS}
 
 

@@ -25,13 +25,13 @@
 // Every sum is added in one order: results are deterministic.
 //
 // hopper_words.h, activations/cuda.h, hopper_async.h and planes.h come before this file. Macros
-// from the host: BM (128) BN STAGES CLUSTER GROUP_M A_MN B_MN TURNS READS SAVE HAS_BIAS ADDED A_FORM B_FORM
-// ACT, IS_BF16 0, and the functions wgmma and wgmma_first for accumulators of BN / 2.
+// from the host: BM (128) BN STAGES CLUSTER GROUP_M A_MN B_MN TURNS READS SAVE HAS_BIAS ADDED
+// A_DERIVED B_DERIVED ACT, IS_BF16 0, and the functions wgmma and wgmma_first for accumulators of BN / 2.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
-//   READS: 0 where A comes as planes, else of how many matrices; rows along K, of one block without clusters.
+//   READS: 0 where A comes as planes, else of how many matrices; rows lie along K, and blocks alone.
 //   SAVE 1: `pre` is written beside Y.
 //   ADDED 1: C is added to what Y holds; without bias and activation.
-//   A_FORM / B_FORM: how the operand is derived; where either is, the activation is of that, none of Y.
+//   A_DERIVED / B_DERIVED: how the operand is derived; where one is, the activation is its, and none of Y.
 
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2;  // of a plane, or of half a tile of numbers
 constexpr int A_STAGE = (READS ? 2 * READS : 2) * A_BYTES, STAGE_BYTES = A_STAGE + 2 * B_BYTES;
@@ -42,16 +42,17 @@ constexpr int B_PART = (B_MN ? BK : BN) / CLUSTER;  // rows this block loads of 
 constexpr u64 A_K_STEP = (A_MN ? 16 * 128 : 32) >> 4;
 constexpr u64 B_K_STEP = (B_MN ? 16 * 128 : 32) >> 4;
 
-constexpr bool DERIVED = A_FORM != FORM_PLAIN || B_FORM != FORM_PLAIN;
+constexpr bool ANY_DERIVED = A_DERIVED != DERIVED_NONE || B_DERIVED != DERIVED_NONE;
 
 static_assert(BM == 128 && BN % 64 == 0 && B_PART % 8 == 0, "BM, BN");
-static_assert(!READS || (!A_MN && CLUSTER == 1 && READS <= 2 && A_FORM != FORM_GATE_GRADIENT), "READS");
+static_assert(!READS || (!A_MN && CLUSTER == 1), "READS");
+static_assert(!READS || (READS <= 2 && A_DERIVED != DERIVED_GATE_GRADIENT), "READS");
 
 struct Params {
-  TensorMap a[4], b[4];                  // planes, high first; then those of small numbers; or READS matrices
+  TensorMap a[4], b[4];                  // planes, high first; then of small numbers; or READS matrices
   const float *a_scales, *b_scales;      // (k-tiles, a_lines), (k-tiles, b_lines)
   const int *a_small, *b_small;          // (k-tiles, lines / 64): whether there are small numbers
-  const float* plain[3][2];              // the numbers themselves, or what they are derived from: of A, of B
+  const float* plain[3][2];              // the numbers, or what they are derived from: of A, of B
   const float* bias;                     // (N) or null
   float *y, *pre;                        // (M, N) dense
   float* parts;                          // (slices, M, N), where there are several
@@ -326,7 +327,7 @@ struct Numbers {
         const float2 x = load_shared64(at);
         float2 saved{};
         if (READS > 1) saved = load_shared64(at + 2 * A_BYTES);
-        found[j] = {derived(A_FORM, x.x, saved.x, 0.0f), derived(A_FORM, x.y, saved.y, 0.0f)};
+        found[j] = {derived(A_DERIVED, x.x, saved.x, 0.0f), derived(A_DERIVED, x.y, saved.y, 0.0f)};
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -548,13 +549,13 @@ struct Results {
   // A number of A or B, of a line along K.
   template <int kOperand>
   __device__ __forceinline__ float number(int line, int k) const {
-    constexpr int kForm = kOperand ? B_FORM : A_FORM;
+    constexpr int kDerived = kOperand ? B_DERIVED : A_DERIVED;
     const auto read = [&](int i) {
       const long long* const s = p.strides[i][kOperand];
       return p.plain[i][kOperand][line * s[0] + k * s[1]];
     };
-    const float x = read(0), saved = kForm == FORM_PLAIN ? 0.0f : read(1);
-    return derived(kForm, x, saved, kForm == FORM_GATE_GRADIENT ? read(2) : 0.0f);
+    const float x = read(0), saved = kDerived == DERIVED_NONE ? 0.0f : read(1);
+    return derived(kDerived, x, saved, kDerived == DERIVED_GATE_GRADIENT ? read(2) : 0.0f);
   }
 
   // sum += the numbers' own products along a k-tile, where a row or a column has no planes there. Places
@@ -654,7 +655,7 @@ struct Results {
         for (int i = 4 * j; HAS_BIAS && i < 4 * j + 16; ++i) sum[i] += bias[i / 4 * 2 + i % 2];
         if (SAVE) store(p.pre, sum, j, pairs);
 #pragma unroll
-        for (int i = 4 * j; !DERIVED && i < 4 * j + 16; ++i) sum[i] = act(sum[i]);
+        for (int i = 4 * j; !ANY_DERIVED && i < 4 * j + 16; ++i) sum[i] = act(sum[i]);
         if (ADDED) add(to, sum, j, pairs);
       }
       store(to, sum, j, pairs);
@@ -726,5 +727,5 @@ extern "C" __global__ void __launch_bounds__(256) planes_sums(const __grid_const
   if (HAS_BIAS) v += p.bias[at % p.N];
   if (SAVE) p.pre[at] = v;
   if (ADDED) v += p.y[at];
-  p.y[at] = DERIVED ? v : act(v);
+  p.y[at] = ANY_DERIVED ? v : act(v);
 }

@@ -16,7 +16,7 @@
 // A matrix may be derived from two or three others, where a pass of its own to write it would cost more.
 //
 // hopper_words.h, with IS_BF16 0, and activations/cuda.h come before this file. Macros from the host:
-// FORM_PLAIN to FORM_GATE_GRADIENT, as Form of planes.py numbers them.
+// DERIVED_NONE to DERIVED_GATE_GRADIENT, as Derivation of planes.py numbers them.
 
 constexpr int SEGMENT = 64;
 constexpr float NO_PLANES = -1.0f;
@@ -57,7 +57,9 @@ struct Known {
 };
 
 // 1 / s
-__device__ __forceinline__ float inverse(float s) { return __uint_as_float((254u << 23) - __float_as_uint(s)); }
+__device__ __forceinline__ float inverse(float s) {
+  return __uint_as_float((254u << 23) - __float_as_uint(s));
+}
 
 // x / s; of segments without planes 0, and not NaN.
 __device__ __forceinline__ float scaled(float x, float s) { return s < 0.0f ? 0.0f : x * inverse(s); }
@@ -75,12 +77,13 @@ __device__ __forceinline__ bool is_small(float x) { return fabsf(x) < 1.0f / (1 
 
 // A number of a matrix that is derived from others.
 //
-// FORM_PLAIN: x. FORM_GRADIENT: x act'(saved), with what the activation saves. FORM_GATED: x act(saved).
-// FORM_GATE_GRADIENT: x other act'(saved). Of the last two `saved` is what comes before the activation.
-__device__ __forceinline__ float derived(int form, float x, float saved, float other) {
-  if (ACT == ACT_NONE && form == FORM_GRADIENT) return x;
-  if (form == FORM_GRADIENT) return graded(x, saved);
-  if (form == FORM_GATED) return x * act(saved);
-  if (form == FORM_GATE_GRADIENT) return graded_before(x * other, saved);
+// DERIVED_NONE: x. DERIVED_GRADIENT: x act'(saved), with what the activation saves.
+// DERIVED_GATED: x act(saved). DERIVED_GATE_GRADIENT: x other act'(saved). Of these two `saved` is what
+// comes before the activation.
+__device__ __forceinline__ float derived(int derivation, float x, float saved, float other) {
+  if (ACT == ACT_NONE && derivation == DERIVED_GRADIENT) return x;
+  if (derivation == DERIVED_GRADIENT) return graded(x, saved);
+  if (derivation == DERIVED_GATED) return x * act(saved);
+  if (derivation == DERIVED_GATE_GRADIENT) return graded_before(x * other, saved);
   return x;
 }

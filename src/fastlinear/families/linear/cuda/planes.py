@@ -59,10 +59,10 @@ def pitch(row: int) -> int:
     return -(-row // PITCH) * PITCH
 
 
-class Form(IntEnum):
+class Derivation(IntEnum):
     """How a matrix that is split is derived from tensors of its shape."""
 
-    PLAIN = 0
+    NONE = 0
     """It is the first."""
     GRADIENT = 1
     """dy act'(saved), with what the activation saves."""
@@ -137,7 +137,7 @@ def source(
     save_pre: bool = False,
     added: bool = False,
     turned: tuple[bool, bool] = (False, False),
-    forms: tuple[Form, Form] = (Form.PLAIN, Form.PLAIN),
+    derivations: tuple[Derivation, Derivation] = (Derivation.NONE, Derivation.NONE),
 ) -> str:
     """The complete CUDA C++ source of one specialisation of ``planes.cu``."""
     macros = {
@@ -150,8 +150,8 @@ def source(
         "READS": config.reads,
         "A_MN": int(turned[0]),
         "B_MN": int(turned[1]),
-        "A_FORM": int(forms[0]),
-        "B_FORM": int(forms[1]),
+        "A_DERIVED": int(derivations[0]),
+        "B_DERIVED": int(derivations[1]),
         "SAVE": int(save_pre),
         "HAS_BIAS": int(has_bias),
         "ADDED": int(added),
@@ -170,8 +170,8 @@ def split_source(activation: str = "none") -> str:
 
 
 def _macros(activation: str) -> dict[str, str | int]:
-    forms = {f"FORM_{form.name}": int(form) for form in Form}
-    return {"IS_BF16": 0, **forms, **cuda_macros("tail", activation)}
+    derivations = {f"DERIVED_{one.name}": int(one) for one in Derivation}
+    return {"IS_BF16": 0, **derivations, **cuda_macros("tail", activation)}
 
 
 def _text(macros: dict[str, str | int], instructions: str, kernel: Path) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastlinear.families.linear.cuda.planes import Form
+from fastlinear.families.linear.cuda.planes import Derivation
 from fastlinear.families.linear.cuda.planes_product import empty, is_read, product, sides
 from fastlinear.families.linear.cuda.planes_split import Source, split
 
@@ -115,7 +115,7 @@ def backward(
     db = dy.new_empty(dy.shape[1]) if for_db else None
     gradient = Source(dy)
     if activation != "none":
-        gradient = Source(dy, form=Form.GRADIENT, saved=saved, activation=activation)
+        gradient = Source(dy, derivation=Derivation.GRADIENT, saved=saved, activation=activation)
     by_rows = gradient._replace(by_rows=True), Source(weight, by_columns=True)
     by_columns = gradient._replace(by_columns=for_dw, sums=db), Source(x, by_columns=True)
     if not for_dx or dy.numel() > _AT_ONCE:

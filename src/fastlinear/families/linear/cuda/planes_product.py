@@ -14,7 +14,7 @@ from fastlinear.families.linear.cuda.planes import (
     SUMS_KERNEL,
     THREADS,
     Config,
-    Form,
+    Derivation,
     config_for,
     in_registers,
     slice_tiles,
@@ -150,7 +150,7 @@ def _along(t: Tensor, by_columns: bool) -> tuple[int, int]:
 def _facts(operand: Operand) -> tuple[object, ...]:
     source = _source(operand)
     read = [None if t is None else (t.shape, t.stride()) for t in source.read]
-    return (*read, operand.by_columns, source.form)
+    return (*read, operand.by_columns, source.derivation)
 
 
 @cache
@@ -205,7 +205,7 @@ def product(
     y, pre = into or empty(first.numbers, m, n, save_pre)
     assert all(t is None or (t.shape == (m, n) and t.is_contiguous()) for t in (y, pre))
     parts = y.new_empty(config.slices, m, n) if config.slices > 1 else None
-    derived = {one.activation for one in (first, second) if one.form is not Form.PLAIN}
+    derived = {one.activation for one in (first, second) if one.derivation is not Derivation.NONE}
     if derived:  # of one activation, and the product of none
         (activation,) = derived
     how = bias is None, activation, save_pre, added, config
@@ -218,7 +218,7 @@ def product(
             save_pre=save_pre,
             added=added,
             turned=(a.by_columns, b.by_columns),
-            forms=(first.form, second.form),
+            derivations=(first.derivation, second.derivation),
         )
         with compiled.current(device):
             return _ProductPlan(a, b, text, config, device)

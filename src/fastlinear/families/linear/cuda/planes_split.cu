@@ -28,7 +28,7 @@ struct Matrix {
   int rows, columns, pitch;
   int wide;              // whether rows of numbers begin on 16 bytes, as those of planes do
   int first, across;     // its first block; its blocks beside each other
-  int form;              // how it is derived
+  int derivation;        // how it is derived
   int together;          // matrices up to the last with this first block, which take their blocks by turns
 
   // Numbers c to c + 3 of a row, 0 behind its end.
@@ -41,12 +41,12 @@ struct Matrix {
   __device__ __forceinline__ float4 read(int row, int c) const {
     if (row >= rows) return {0.0f, 0.0f, 0.0f, 0.0f};
     const float4 x = four(from[0] + row * strides[0], c);
-    if (form == FORM_PLAIN) return x;
+    if (derivation == DERIVED_NONE) return x;
     const float4 s = four(from[1] + row * strides[1], c);
     float4 o{};
-    if (form == FORM_GATE_GRADIENT) o = four(from[2] + row * strides[2], c);
-    return {derived(form, x.x, s.x, o.x), derived(form, x.y, s.y, o.y), derived(form, x.z, s.z, o.z),
-            derived(form, x.w, s.w, o.w)};
+    if (derivation == DERIVED_GATE_GRADIENT) o = four(from[2] + row * strides[2], c);
+    return {derived(derivation, x.x, s.x, o.x), derived(derivation, x.y, s.y, o.y),
+            derived(derivation, x.z, s.z, o.z), derived(derivation, x.w, s.w, o.w)};
   }
 
   // Planes of such numbers on their scales: of those of the second level, or of the others.

@@ -14,7 +14,7 @@ from fastlinear.families.linear.cuda.planes import (
     BIAS_KERNEL,
     SPLIT_KERNEL,
     SPLIT_THREADS,
-    Form,
+    Derivation,
     pitch,
     split_source,
 )
@@ -35,16 +35,16 @@ class Source(NamedTuple):
     Attributes:
         numbers: (rows, columns) of float32.
         by_rows, by_columns: which ways; by columns a scale belongs to 64 numbers of a column.
-        form: how the matrix is derived from these numbers and the next two.
-        saved, other: (rows, columns), where its form reads them.
-        activation: of its form; one for all that are split together.
+        derivation: how the matrix is derived from these numbers and the next two.
+        saved, other: (rows, columns), where its derivation reads them.
+        activation: of its derivation; one for all that are split together.
         sums: memory for its sums over rows, (columns,).
     """
 
     numbers: Tensor
     by_rows: bool = False
     by_columns: bool = False
-    form: Form = Form.PLAIN
+    derivation: Derivation = Derivation.NONE
     saved: Tensor | None = None
     other: Tensor | None = None
     activation: str = "none"
@@ -116,7 +116,7 @@ def _side_by_side(source: Source) -> tuple[Source, bool]:
     """A matrix whose rows are side by side in memory: itself, turned, or a copy; whether turned."""
     t = source.numbers
     turned = t.stride(0) == 1 < t.stride(1) and len(t) > 1
-    if turned and source.form is Form.PLAIN and source.sums is None:
+    if turned and source.derivation is Derivation.NONE and source.sums is None:
         return Source(t.t(), source.by_columns, source.by_rows), True
     return source.replaced(_dense), False
 
@@ -164,9 +164,9 @@ def split(sources: Sequence[Source]) -> list[Planes]:
 
 
 def _facts(source: Source) -> tuple[object, ...]:
-    ways, form = (source.by_rows, source.by_columns), (source.form, source.activation)
+    ways, derivation = (source.by_rows, source.by_columns), (source.derivation, source.activation)
     read = [None if t is None else (t.stride(0), t.data_ptr() % 16) for t in source.read]
-    return (source.numbers.shape, *read, *ways, *form, source.sums is None)
+    return (source.numbers.shape, *read, *ways, *derivation, source.sums is None)
 
 
 def _side(source: Source, by_columns: bool) -> Planes:
@@ -186,7 +186,8 @@ class _SplitPlan:
     sums of all, and what is made by rows and by columns."""
 
     def __init__(self, sources: Sequence[Source], turns: Turns, device: int) -> None:
-        (activation,) = {s.activation for s in sources if s.form is not Form.PLAIN} or {"none"}
+        derived = [s for s in sources if s.derivation is not Derivation.NONE]
+        (activation,) = {s.activation for s in derived} or {"none"}
         text = split_source(activation)
         block, first = Block(_SPLIT_BYTES), 0
         each = READ + 2 + 2 * MADE
@@ -206,8 +207,9 @@ class _SplitPlan:
                     block.address(side + 8 * j, of_side + j, 15)
                 block.numbers(side + 8 * MADE, "q", _up(lines, BK))
             strides = [0 if t is None else t.stride(0) for t in one.read]
-            table = rows, columns, pitch(columns), int(wide), first, across, one.form, turns[i][1]
-            block.numbers(at + 2 * _SIDE_BYTES, f"{READ}q8i", *strides, *table)
+            table = rows, columns, pitch(columns), int(wide), first, across
+            how = one.derivation, turns[i][1]
+            block.numbers(at + 2 * _SIDE_BYTES, f"{READ}q8i", *strides, *table, *how)
             if turns[i][0] == turns[i][1] - 1:
                 first += down * across * turns[i][1]
             if one.sums is not None:
