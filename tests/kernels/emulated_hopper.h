@@ -40,6 +40,11 @@ inline float __uint_as_float(u32 x) {
   memcpy(&out, &x, 4);
   return out;
 }
+inline u32 __brev(u32 x) {
+  u32 out = 0;
+  for (int i = 0; i < 32; ++i) out |= (x >> i & 1) << (31 - i);
+  return out;
+}
 inline u32 __umulhi(u32 a, u32 b) { return static_cast<u64>(a) * b >> 32; }
 
 struct alignas(8) uint2 {
@@ -132,15 +137,6 @@ inline int __syncthreads_or(int v) {
   __syncthreads();
   return all;
 }
-inline bool bar_any(int id, int threads, bool v) {
-  static bool found[16][3];
-  static int turn[16][MOST_THREADS];  // of three, by which one is free to be cleared
-  const int now = turn[id][current] = (turn[id][current] + 1) % 3;
-  if (v) found[id][now] = true;
-  found[id][(now + 1) % 3] = false;
-  bar_sync(id, threads);
-  return found[id][now];
-}
 inline void __syncwarp() { meet(block.warps[current / 32], 32); }
 inline u32 lane_id() { return current % 32; }
 inline void let_next_start() {}
@@ -225,6 +221,7 @@ inline float2 load_shared64(u32 at) { return load<float2>(at); }
 inline uint4 load_shared128(u32 at) { return load<uint4>(at); }
 inline void store_shared16(u32 at, unsigned short v) { ++block.version, memcpy(block.memory + at, &v, 2); }
 inline void store_shared32(u32 at, u32 v) { ++block.version, memcpy(block.memory + at, &v, 4); }
+inline void store_shared64(u32 at, uint2 v) { ++block.version, memcpy(block.memory + at, &v, 8); }
 inline void store_shared128(u32 at, uint4 v) { ++block.version, memcpy(block.memory + at, &v, 16); }
 
 inline void stmatrix(u32 at, u32 a, u32 b, u32 c, u32 d) {
@@ -356,23 +353,18 @@ struct Decoded {
 };
 static Decoded every_decoded[64];
 
-static const Decoded& decoded_of(u64 b, int count) {
+template <int kCount>
+inline void wgmma(float (&acc)[kCount], u64 a, u64 b) {
+  const int lane = current % 32, warp = current / 32 % 4;
   Decoded& decoded = every_decoded[(b ^ b >> 6 ^ b >> 12) % 64];
-  if (decoded.desc != b || decoded.version != block.version || decoded.count < count) {
-    decoded.desc = b, decoded.version = block.version, decoded.count = count;
-    for (int n = 0; n < count; ++n)
+  if (decoded.desc != b || decoded.version != block.version || decoded.count < 2 * kCount) {
+    decoded.desc = b, decoded.version = block.version, decoded.count = 2 * kCount;
+    for (int n = 0; n < 2 * kCount; ++n)
       for (int k = 0; k < 16; ++k) decoded.values[n][k] = operand(b, n, k);
   }
-  return decoded;
-}
-
-// A thread's part of two rows of A, 8 apart, with B.
-template <int kCount>
-inline void multiply_rows(float (&acc)[kCount], const float (&rows)[2][16], u64 b) {
-  const int lane = current % 32;
-  const Decoded& decoded = decoded_of(b, 2 * kCount);
   for (int h = 0; h < 2; ++h) {
-    const float* const row = rows[h];
+    float row[16];
+    for (int k = 0; k < 16; ++k) row[k] = operand(a, warp * 16 + lane / 4 + 8 * h, k);
     for (int j = 0; j < kCount / 4; ++j) {
       for (int e = 0; e < 2; ++e) {
         const float* const column = decoded.values[8 * j + lane % 4 * 2 + e];
@@ -384,35 +376,7 @@ inline void multiply_rows(float (&acc)[kCount], const float (&rows)[2][16], u64 
 }
 
 template <int kCount>
-inline void wgmma(float (&acc)[kCount], u64 a, u64 b) {
-  const int lane = current % 32, warp = current / 32 % 4;
-  float rows[2][16];
-  for (int h = 0; h < 2; ++h)
-    for (int k = 0; k < 16; ++k) rows[h][k] = operand(a, warp * 16 + lane / 4 + 8 * h, k);
-  multiply_rows(acc, rows, b);
-}
-
-// A from registers: a word holds numbers 2c and 2c + 1 of 8, c of lane % 4; of the upper row, of the lower,
-// and of both for the next 8.
-template <int kCount>
-inline void wgmma(float (&acc)[kCount], const u32 (&a)[4], u64 b) {
-  const int lane = current % 32;
-  static u32 words[32][32][4];
-  memcpy(words[current / 32][lane], a, sizeof(a));
-  __syncwarp();
-  float rows[2][16];
-  for (int i = 0; i < 4; ++i) {
-    for (int c = 0; c < 4; ++c) {
-      float* const to = &rows[i % 2][i / 2 * 8 + 2 * c];
-      unpack(words[current / 32][lane / 4 * 4 + c][i], to[0], to[1]);
-    }
-  }
-  __syncwarp();
-  multiply_rows(acc, rows, b);
-}
-
-template <int kCount, class Operand>
-inline void wgmma_first(float (&acc)[kCount], const Operand& a, u64 b) {
+inline void wgmma_first(float (&acc)[kCount], u64 a, u64 b) {
   for (float& sum : acc) sum = 0;
   wgmma(acc, a, b);
 }

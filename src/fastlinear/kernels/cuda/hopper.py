@@ -80,34 +80,21 @@ def operand_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[bo
     return None
 
 
-def wgmma_source(
-    n: int,
-    dtype: torch.dtype,
-    a_mn: bool,
-    b_mn: bool,
-    name: str = "wgmma",
-    a_words: bool = False,
-) -> str:
-    """wgmma(acc, a, desc_b): acc (64, n) += A (64, 16) B (n, 16)ᵀ; wgmma_first: acc = A Bᵀ. A is a
-    descriptor, or where ``a_words`` four words of each thread that hold it."""
+def wgmma_source(n: int, dtype: torch.dtype, a_mn: bool, b_mn: bool, name: str = "wgmma") -> str:
+    """wgmma(acc, desc_a, desc_b): acc (64, n) += A (64, 16) B (n, 16)ᵀ; wgmma_first: acc = A Bᵀ."""
     count = n // 2
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
     registers = ", ".join(f"%{i}" for i in range(count))
 
     def function(name: str, constraint: str, accumulate: int) -> str:
         outputs = ", ".join(f'"{constraint}f"(d[{i}])' for i in range(count))
-        a = range(count, count + (4 if a_words else 1))
-        read = f"{{{', '.join(f'%{i}' for i in a)}}}" if a_words else f"%{count}"
-        ways = f"{int(b_mn)}" if a_words else f"{int(a_mn)}, {int(b_mn)}"
-        inputs = ", ".join(f'"r"(a[{i}])' for i in range(4)) if a_words else '"l"(a)'
-        given = "const unsigned (&a)[4]" if a_words else "unsigned long long a"
         return (
-            f"__device__ __forceinline__ void {name}(float (&d)[{count}], {given},\n"
+            f"__device__ __forceinline__ void {name}(float (&d)[{count}], unsigned long long a,\n"
             "    unsigned long long b) {\n"
             f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, {accumulate}, 0;\\n"\n'
             f'    "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{registers}}}, "\n'
-            f'    "{read}, %{a.stop}, p, 1, 1, {ways};\\n}}"\n'
-            f'    : {outputs} : {inputs}, "l"(b));\n}}\n'
+            f'    "%{count}, %{count + 1}, p, 1, 1, {int(a_mn)}, {int(b_mn)};\\n}}"\n'
+            f'    : {outputs} : "l"(a), "l"(b));\n}}\n'
         )
 
     return function(name, "+", 1) + function(f"{name}_first", "=", 0)

@@ -112,6 +112,10 @@ __device__ __forceinline__ void store_shared16(u32 at, unsigned short v) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(v) : "memory");
 }
 
+__device__ __forceinline__ void store_shared64(u32 at, uint2 v) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory");
+}
+
 __device__ __forceinline__ void store_shared128(u32 at, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
@@ -182,18 +186,6 @@ __device__ __forceinline__ void bar_sync(int id, int threads) {
 
 __device__ __forceinline__ void bar_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// Whether any of so many threads says so, once all have.
-__device__ __forceinline__ bool bar_any(int id, int threads, bool v) {
-  u32 any;
-  asm volatile(
-      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbarrier.cta.red.or.pred q, %1, %2, p;\n"
-      "selp.u32 %0, 1, 0, q;\n}"
-      : "=r"(any)
-      : "r"(id), "r"(threads), "r"(static_cast<u32>(v))
-      : "memory");
-  return any;
 }
 
 __device__ __forceinline__ u32 cluster_rank() {

@@ -18,8 +18,8 @@
 // Where a row or column has no planes over BK numbers (its scale is below 0), a warp multiplies and adds
 // these numbers themselves.
 //
-// A may also come as numbers (READS), of which consumers make planes in registers: that costs arithmetic
-// for each column of tiles, and saves writing planes and reading them.
+// A may also come as numbers (READS), which two more warpgroups turn into planes where they lie, one for
+// each consumer: that costs arithmetic for each column of tiles, and saves writing planes and reading them.
 //
 // Slices share K out: their sums go to `parts`, and planes_sums adds them in order and finishes them.
 // Every sum is added in one order: results are deterministic.
@@ -35,13 +35,22 @@
 
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2;  // of a plane, or of half a tile of numbers
 constexpr int A_STAGE = (READS ? 2 * READS : 2) * A_BYTES, STAGE_BYTES = A_STAGE + 2 * B_BYTES;
-constexpr int TOLD_OFFSET = (BM + BN) * 4;  // behind scales, what a step is
-constexpr int SCALES_OFFSET = STAGES * STAGE_BYTES, SCALES_BYTES = TOLD_OFFSET + 16;
+constexpr int TOLD_OFFSET = (BM + BN) * 4;   // behind scales, what a step is
+constexpr int SMALL_OFFSET = TOLD_OFFSET + 16;  // where A is read, which 16 rows have planes of the second level
+constexpr int SCALES_OFFSET = STAGES * STAGE_BYTES, SCALES_BYTES = SMALL_OFFSET + (READS ? 32 : 0);
+// Barriers: of stages, that one is full, and empty; where A is read, that a consumer's planes are there; and of
+// 16 rows each, that their planes have been multiplied, and that those of the second level are there.
 constexpr int BAR_OFFSET = SCALES_OFFSET + 2 * STAGES * SCALES_BYTES;
+constexpr int SPLIT_OFFSET = BAR_OFFSET + 2 * STAGES * 8, DONE_OFFSET = SPLIT_OFFSET + 2 * STAGES * 8;
+constexpr int AGAIN_OFFSET = DONE_OFFSET + 8 * 8;
+constexpr int THREADS = READS ? 640 : 384;  // which share 65536 registers
+constexpr int PRODUCER_REGISTERS = READS ? 32 : 40, SPLIT_REGISTERS = BN > 64 ? 72 : 80;
+constexpr int CONSUMER_REGISTERS = READS ? 224 - SPLIT_REGISTERS : 232;
 constexpr int B_PART = (B_MN ? BK : BN) / CLUSTER;  // rows this block loads of B, or of its K
 constexpr u64 A_K_STEP = (A_MN ? 16 * 128 : 32) >> 4;
 constexpr u64 B_K_STEP = (B_MN ? 16 * 128 : 32) >> 4;
 
+constexpr bool BOTH = BN <= (READS ? 64 : 128);  // registers hold products of high planes and of others
 constexpr bool ANY_DERIVED = A_DERIVED != DERIVED_NONE || B_DERIVED != DERIVED_NONE;
 
 static_assert(BM == 128 && BN % 64 == 0 && B_PART % 8 == 0, "BM, BN");
@@ -102,7 +111,7 @@ __device__ __forceinline__ void load_b(const TensorMap* map, u32 to, u32 bar, in
   }
 }
 
-// Where the scales of a stage lie. There are two of each stage's, which it takes in turn: those of a step
+// Where the scales of a stage lie, and what consumers are told of its step. There are two of each stage's, which it takes in turn: those of a step
 // may be read until the next step's stage is released.
 __device__ __forceinline__ u32 scales_at(u32 base, int stage, u32 odd) {
   return base + SCALES_OFFSET + (odd * STAGES + stage) * SCALES_BYTES;
@@ -228,27 +237,13 @@ __device__ __forceinline__ void end_turn(int consumer) {
   if (TURNS) bar_arrive(1 + (consumer ^ 1), 256);
 }
 
-// What wgmma takes of A from registers, for each 16 along K.
-using Words = u32[BK / 16][4];
-
-__device__ __forceinline__ u64 step_of(u64 a, int k) { return a + k * A_K_STEP; }
-__device__ __forceinline__ const u32 (&step_of(const Words& a, int k))[4] { return a[k]; }
-
-template <bool kFirst, class Operand>
-__device__ __forceinline__ void multiply(float (&acc)[BN / 2], const Operand& a, u64 b) {
+template <bool kFirst>
+__device__ __forceinline__ void multiply(float (&acc)[BN / 2], u64 a, u64 b) {
 #pragma unroll
   for (int k = 0; k < BK / 16; ++k) {
-    if (kFirst && k == 0) wgmma_first(acc, step_of(a, k), b);
-    else wgmma(acc, step_of(a, k), b + k * B_K_STEP);
+    if (kFirst && k == 0) wgmma_first(acc, a, b);
+    else wgmma(acc, a + k * A_K_STEP, b + k * B_K_STEP);
   }
-}
-
-__device__ __forceinline__ void hold(u64) {}
-
-// wgmma has read them once the wait that stands before is over.
-__device__ __forceinline__ void hold(Words& a) {
-#pragma unroll
-  for (int i = 0; i < BK / 4; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
 
 __device__ __forceinline__ float load_scale(u32 at) { return __uint_as_float(load_shared32(at)); }
@@ -307,88 +302,10 @@ __device__ __forceinline__ void promote_small(float (&sum)[BN / 2], const float 
   }
 }
 
-// A's numbers of a k-tile that a thread holds, on their rows' scales: of two rows, 8 apart, numbers 2c,
-// 2c + 1, 2c + 8 and 2c + 9 of each 16 along K, where c is lane % 4.
-struct Numbers {
-  float v[BK / 16][2][4];
-
-  // From where a warp's 16 rows lie in the first half of the tile.
-  __device__ __forceinline__ void read(u32 rows) {
-    const u32 lane = lane_id(), row = lane >> 2, c = lane & 3;
-    const bool odd = row & 1;  // these read two steps in the other order: so no two rows meet in a bank
-#pragma unroll
-    for (int i = 0; i < BK / 8; ++i) {
-      const int half = i / 4, part = i / 2 % 2, r = i % 2;  // parts are 8 numbers apart
-      float2 found[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const u32 four = ((j ^ odd) * 4 + part * 2 + (c >> 1)) ^ row;
-        const u32 at = rows + half * A_BYTES + (row + 8 * r) * 128 + (four << 4) + (c & 1) * 8;
-        const float2 x = load_shared64(at);
-        float2 saved{};
-        if (READS > 1) saved = load_shared64(at + 2 * A_BYTES);
-        found[j] = {derived(A_DERIVED, x.x, saved.x, 0.0f), derived(A_DERIVED, x.y, saved.y, 0.0f)};
-      }
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float2 own = odd ? found[1 - j] : found[j];
-        v[2 * half + j][r][2 * part] = own.x;
-        v[2 * half + j][r][2 * part + 1] = own.y;
-      }
-    }
-  }
-
-  // Puts them on their rows' scales; whether any is small.
-  __device__ __forceinline__ bool scale(Scales& s) {
-    float of[2];
-    bool found = false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      Known row{0, 0};
-      u32 least = 0xffffffffu;  // of the bits of those that are not 0, less 1
-#pragma unroll
-      for (int i = 0; i < BK / 4; ++i) {
-        row.add(v[i / 4][r][i % 4]);
-        least = min(least, (__float_as_uint(v[i / 4][r][i % 4]) & 0x7fffffffu) - 1);
-      }
-      row.add_across(1);
-      row.add_across(2);
-      of[r] = row.scale();
-      s.plain[r] = of[r] < 0.0f;
-      const float own = s.plain[r] ? 1.0f : of[r], to = inverse(own);
-      found |= !s.plain[r] && least < __float_as_uint(own / (1 << TOP)) - 1;
-      if (s.plain[r]) {
-#pragma unroll
-        for (int i = 0; i < BK / 4; ++i) v[i / 4][r][i % 4] = 0.0f;
-      }
-#pragma unroll
-      for (int i = 0; i < BK / 4; ++i) v[i / 4][r][i % 4] *= to;
-    }
-    s.upper = of[0], s.lower = of[1];
-    return found;
-  }
-
-  // Planes of the first level or the second, or of all numbers where none is small.
-  template <int kLevel>
-  __device__ __forceinline__ void planes(Words& high, Words& low) const {
-    const auto of_level = [](float x) {
-      if (kLevel == 0) return x;
-      if (is_small(x) != (kLevel == 2)) return 0.0f;
-      return kLevel == 2 ? x * (1 << LEVEL) : x;
-    };
-#pragma unroll
-    for (int i = 0; i < BK / 4; ++i) {
-      const int step = i / 4, part = i / 2 % 2, r = i % 2;
-      split(of_level(v[step][r][2 * part]), of_level(v[step][r][2 * part + 1]), high[step][i % 4],
-            low[step][i % 4]);
-    }
-  }
-};
-
 struct Pipe {
   u32 base;
   int consumer, warp, stage;
-  u32 phase;
+  u32 phase, again;
 
   __device__ __forceinline__ u32 scales() const { return scales_at(base, stage, phase); }
 
@@ -404,6 +321,12 @@ struct Pipe {
 
   __device__ __forceinline__ void next() {
     if (++stage == STAGES) { stage = 0; phase ^= 1; }
+  }
+
+  // Where A is read, which of the consumer's 16 rows each have planes of the second level.
+  __device__ __forceinline__ u32 small_rows() const {
+    const uint4 found = load_shared128(scales() + SMALL_OFFSET + 16 * consumer);
+    return found.x | found.y << 1 | found.z << 2 | found.w << 3;
   }
 
   // Scales of a thread's two rows. Behind the last row lies anything.
@@ -428,22 +351,21 @@ struct Pipe {
   }
 
   // acc = the products of planes with rows' scales, which are known once `meanwhile` has run, while the
-  // tensor cores work; then the stage is released, or is not. Where registers hold both, the products of
-  // high planes are under way while the others are scaled; else they are added to these. Where A's planes
-  // are made here, a turn lasts to its end: meanwhile the other consumer makes its own.
-  template <class Operand, class Meanwhile>
-  __device__ __forceinline__ void multiply_planes(float (&acc)[BN / 2], Operand& high, Operand& low, u64 b,
-                                                  bool turns, bool last, const Scales& s,
+  // tensor cores work; then the stage is released, if it is the `last` time. Where registers hold both, the
+  // products of high planes are under way while the others are scaled; else they are added to these.
+  template <class Meanwhile>
+  __device__ __forceinline__ void multiply_planes(float (&acc)[BN / 2], bool turns, bool last, const Scales& s,
                                                   const Meanwhile& meanwhile) const {
     constexpr float kLow = 1.0f / 2048.0f;
-    constexpr bool kBoth = BN <= (READS ? 64 : 128);
-    hold(high), hold(low);
+    const u32 at = base + stage * STAGE_BYTES;
+    const u64 high = make_desc<A_MN>(at + consumer * (A_BYTES / 2)), low = high + (A_BYTES >> 4);
+    const u64 b = make_desc<B_MN>(at + A_STAGE);
     if (turns) begin_turn(consumer);
     wgmma_fence();
     multiply<true>(acc, high, b + (B_BYTES >> 4));
     multiply<false>(acc, low, b);
     wgmma_commit();
-    if constexpr (kBoth) {
+    if constexpr (BOTH) {
       float of_high[BN / 2];
       multiply<true>(of_high, high, b);
       wgmma_commit();
@@ -454,24 +376,22 @@ struct Pipe {
       scale(acc, kLow * s.upper, kLow * s.lower);
       wgmma_wait<0>();
       settle(of_high);
-      hold(high), hold(low);
       if (last) release();
 #pragma unroll
       for (int i = 0; i < BN / 2; ++i) acc[i] = fmaf(of_high[i], i & 2 ? s.lower : s.upper, acc[i]);
     } else {
-      if (turns && !READS) end_turn(consumer);
+      if (turns) end_turn(consumer);
       meanwhile();
       wgmma_wait<0>();
       settle(acc);
       scale(acc, kLow, kLow);
-      if (turns && !READS) begin_turn(consumer);
+      if (turns) begin_turn(consumer);
       wgmma_fence();
       multiply<false>(acc, high, b);
       wgmma_commit();
       if (turns) end_turn(consumer);
       wgmma_wait<0>();
       settle(acc);
-      hold(high), hold(low);
       if (last) release();
       scale(acc, s.upper, s.lower);
     }
@@ -489,51 +409,152 @@ struct Pipe {
   // some line are to be multiplied themselves.
   __device__ __forceinline__ u32 step(float (&sum)[BN / 2], Scales& s, bool& found) {
     mbar_wait(base + BAR_OFFSET + stage * 8, phase);
+    if (READS) mbar_wait(base + SPLIT_OFFSET + (2 * stage + consumer) * 8, phase);
     const u32 told = load_shared32(scales() + TOLD_OFFSET);
-    add_products(sum, s, found, told);
-    found &= !(told & (A_LEVEL | B_LEVEL));  // the k-tile's first step had numbers without planes
-    return told;
-  }
-
-#if !READS
-  __device__ __forceinline__ void add_products(float (&sum)[BN / 2], Scales& s, bool& found, u32 told) {
-    const u32 at = base + stage * STAGE_BYTES, a_at = at + consumer * (A_BYTES / 2);
-    u64 high = make_desc<A_MN>(a_at), low = high + (A_BYTES >> 4);
+    const u32 small = READS ? small_rows() : 0;
     float acc[BN / 2];
-    multiply_planes(acc, high, low, make_desc<B_MN>(at + A_STAGE), true, true, s, [&] {
+    multiply_planes(acc, true, !small, s, [&] {
       read_scales(s);
       found = any_plain(s);
       s.put_off(told);
     });
     promote_step(sum, acc, s, told);
-  }
-#else
-  // Planes of A's numbers; those of the second level where any row of the consumer has them.
-  __device__ __forceinline__ void add_products(float (&sum)[BN / 2], Scales& s, bool& found, u32 told) {
-    const u32 at = base + stage * STAGE_BYTES, rows = at + (consumer * (BM / 2) + warp * 16) * 128;
-    const u64 b = make_desc<B_MN>(at + A_STAGE);
-    Numbers numbers;
-    numbers.read(rows);
-    const bool small = bar_any(3 + consumer, 128, numbers.scale(s));
-    found = any_plain(s);
-    float acc[BN / 2];
-    Words high, low;
-    if (small) numbers.planes<1>(high, low);
-    else numbers.planes<0>(high, low);
-    Scales own = s;
-    multiply_planes(acc, high, low, b, true, !small, own, [&] { own.put_off(told); });
-    promote_step(sum, acc, own, told);
     if (small) {
-      numbers.read(rows);
-      numbers.scale(s);
-      numbers.planes<2>(high, low);
-      own = s;
-      multiply_planes(acc, high, low, b, false, true, own, [&] { own.put_off(told | A_LEVEL); });
-      promote_step(sum, acc, own, told | A_LEVEL);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (small >> i & 1 && lane_id() == 0) mbar_arrive(base + DONE_OFFSET + (4 * consumer + i) * 8);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (small >> i & 1) mbar_wait(base + AGAIN_OFFSET + (4 * consumer + i) * 8, again >> i & 1);
+      again ^= small;
+      multiply_planes(acc, false, true, s, [&] {
+        read_scales(s);
+        s.put_off(told | A_LEVEL);
+      });
+      if (small >> warp & 1) promote_step(sum, acc, s, told | A_LEVEL);
+    }
+    found &= !(told & (A_LEVEL | B_LEVEL));  // the k-tile's first step had numbers without planes
+    return told;
+  }
+};
+
+// ---------------------------------------------------------------- planes of what is read
+
+// A k-tile's numbers of 16 rows, of which each four lanes have a row and the one 8 below it, 16 numbers of
+// each. In shared memory halves of the tile, 32 numbers of each row, become planes: no row needs another's
+// place. Rows are dealt out so that lanes meet in no bank, neither where they read nor where they write.
+struct Numbers {
+  u32 at;  // where the first row lies
+  float v[2][16];
+
+  __device__ __forceinline__ u32 row() const { return __brev(lane_id() >> 2) >> 29; }
+
+  __device__ __forceinline__ void read() {
+    const u32 lane = lane_id() & 3, own = row();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int r = i / 4, half = i / 2 % 2, four = i % 2 * 4;
+      const u32 from = at + half * A_BYTES + (own + 8 * r) * 128 + ((four + lane ^ own) << 4);
+      const uint4 x = load_shared128(from);
+      uint4 saved{};
+      if (READS > 1) saved = load_shared128(from + 2 * A_BYTES);
+      float* const to = v[r] + i % 4 * 4;
+      to[0] = number(x.x, saved.x), to[1] = number(x.y, saved.y);
+      to[2] = number(x.z, saved.z), to[3] = number(x.w, saved.w);
     }
   }
-#endif
+
+  static __device__ __forceinline__ float number(u32 x, u32 saved) {
+    return derived(A_DERIVED, __uint_as_float(x), __uint_as_float(saved), 0.0f);
+  }
+
+  template <class Fact>
+  __device__ __forceinline__ Fact of_row(int r) const {
+    Fact row, other;  // two, which do not wait for each other
+#pragma unroll
+    for (int i = 0; i < 8; ++i) row.add(v[r][i]), other.add(v[r][8 + i]);
+    row.add(other);
+    row.add_across(1);
+    row.add_across(2);
+    return row;
+  }
+
+  // Puts them on their rows' scales, which are written; whether any is small.
+  __device__ __forceinline__ bool scale(u32 to) {
+    const Span rows[2] = {of_row<Span>(0), of_row<Span>(1)};
+    float s[2] = {rows[0].scale(), rows[1].scale()};
+    const bool told = rows[0].tells() && rows[1].tells();
+    if (__any_sync(0xffffffffu, !told)) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        settle(v[r]);  // what was made of them before needs no registers
+        s[r] = of_row<Known>(r).scale();
+      }
+    }
+    bool found = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if ((lane_id() & 3) == 0) store_shared32(to + 4 * (row() + 8 * r), __float_as_uint(s[r]));
+      found |= s[r] >= 0.0f && below(rows[r].least, s[r]);
+#pragma unroll
+      for (float& x : v[r]) x = scaled(x, s[r]);
+    }
+    return found;
+  }
+
+  // Their planes of a level.
+  template <int kLevel>
+  __device__ __forceinline__ void write() const {
+    const u32 lane = lane_id() & 3, own = row();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float* const x = v[i / 4] + i % 4 * 4;
+      const u32 eight = i % 4 * 2 + (lane >> 1);
+      const u32 to = at + (own + 8 * (i / 4)) * 128 + ((eight ^ own) << 4) + (lane & 1) * 8;
+      uint2 high, low;
+      split<kLevel>(x[0], x[1], x[2], x[3], high, low);
+      store_shared64(to, high);
+      store_shared64(to + A_BYTES, low);
+    }
+  }
 };
+
+// Planes of a consumer's rows, by its own warpgroup. Those of the second level follow in their place once it
+// is done with the others, from numbers that wait in registers.
+__device__ __forceinline__ void split_tiles(const Params& p, u32 base, int consumer, int first, int step,
+                                            int tiles) {
+  const u32 warp = 4 * consumer + threadIdx.x % 128 / 32, rows = 16 * warp;
+  int stage = 0;
+  u32 phase = 0, done = 0;
+  const auto arrive = [&](u32 bar) {
+    fence_async();
+    __syncwarp();
+    if (lane_id() == 0) mbar_arrive(base + bar);
+  };
+  for (int t = first; t < tiles; t += step) {
+    u32 told;
+#pragma unroll 1
+    do {
+      mbar_wait(base + BAR_OFFSET + stage * 8, phase);
+      const u32 scales = scales_at(base, stage, phase);
+      told = load_shared32(scales + TOLD_OFFSET);
+      Numbers numbers{base + stage * STAGE_BYTES + rows * 128};
+      numbers.read();
+      const bool small = __any_sync(0xffffffffu, numbers.scale(scales + 4 * rows));
+      if (lane_id() == 0) store_shared32(scales + SMALL_OFFSET + 4 * warp, small);
+      if (small) numbers.write<1>();
+      else numbers.write<0>();
+      arrive(SPLIT_OFFSET + (2 * stage + consumer) * 8);
+      if (small) {
+        mbar_wait(base + DONE_OFFSET + warp * 8, done);
+        done ^= 1;
+        numbers.write<2>();
+        arrive(AGAIN_OFFSET + warp * 8);
+      }
+      if (++stage == STAGES) { stage = 0; phase ^= 1; }
+    } while (!(told & LAST));
+  }
+}
 
 // ---------------------------------------------------------------- results
 
@@ -665,7 +686,7 @@ struct Results {
 
 // ---------------------------------------------------------------- the kernel
 
-extern "C" __global__ void __launch_bounds__(384, 1) planes_product(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) planes_product(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char smem[];
   const u32 base = smem_addr(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -676,6 +697,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) planes_product(const __grid
       mbar_init(base + BAR_OFFSET + s * 8, 2);
       mbar_init(base + BAR_OFFSET + (STAGES + s) * 8, 8 * CLUSTER);
     }
+    for (int i = 0; READS && i < 2 * STAGES + 8; ++i) mbar_init(base + SPLIT_OFFSET + i * 8, 4);
+    for (int i = 0; READS && i < 8; ++i) mbar_init(base + AGAIN_OFFSET + i * 8, 1);
     fence_barriers();
   }
   if constexpr (CLUSTER > 1) cluster_sync(); else __syncthreads();
@@ -685,14 +708,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) planes_product(const __grid
   const int tiles = p.tiles_m * p.tiles_n * p.slices;
   const int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
   if (warpgroup == 0) {
-    fewer_registers<40>();
+    fewer_registers<PRODUCER_REGISTERS>();
     if (threadIdx.x == 0) fill_planes(p, base, rank, first, step, tiles);
     if (threadIdx.x == 32) fill_scales(p, base, rank, first, step, tiles);
+  } else if (READS && warpgroup > 2) {
+    fewer_registers<SPLIT_REGISTERS>();
+    split_tiles(p, base, warpgroup - 3, first, step, tiles);
   } else {
-    more_registers<232>();
+    more_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1, warp = threadIdx.x % 128 / 32;
     if (TURNS && consumer == 1) bar_arrive(1, 256);  // consumer 0 starts
-    Pipe pipe{base, consumer, warp, 0, 0};
+    Pipe pipe{base, consumer, warp, 0, 0, 0};
     for (int t = first; t < tiles; t += step) {
       const Tile tile = tile_at(p, t);
       const int row = row_of(tile, rank) + consumer * (BM / 2) + warp * 16;

@@ -25,10 +25,53 @@ constexpr int LEVEL = 29;              // bits between the levels; the mean numb
 constexpr u32 LEAST = 1u << 13;        // the bits of 2^-136
 constexpr u32 MOST = (127 + 90) << 23; // of 2^90
 
-// What is known of the numbers of a segment, or of some of them.
+// s of numbers of which the largest has these bits, where they have planes.
+__device__ __forceinline__ float scale_of(u32 largest) {
+  return __uint_as_float(static_cast<u32>(max(static_cast<int>(largest >> 23) - TOP, 1)) << 23);
+}
+
+__device__ __forceinline__ bool in_range(u32 largest) { return largest - LEAST < MOST - LEAST; }
+
+// Whether numbers of which the least, less 1 in its bits, is this have planes of the second level.
+__device__ __forceinline__ bool below(u32 least, float s) {
+  return least < __float_as_uint(s / (1 << TOP)) - 1;
+}
+
+// Which numbers a segment, or a part of it, lies between.
+struct Span {
+  u32 largest = 0;         // of their bits without the sign: the order of magnitudes
+  u32 least = 0xffffffff;  // of those that are not 0, less 1
+
+  __device__ __forceinline__ void add(float x) {
+    const u32 bits = __float_as_uint(x) & 0x7fffffffu;
+    largest = max(largest, bits);
+    least = min(least, bits - 1);
+  }
+
+  __device__ __forceinline__ void add(const Span& more) {
+    largest = max(largest, more.largest);
+    least = min(least, more.least);
+  }
+
+  // With that of a lane so many from this one.
+  __device__ __forceinline__ void add_across(int apart) {
+    const u32 more = __shfl_xor_sync(0xffffffffu, least, apart);
+    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, apart));
+    least = min(least, more);
+  }
+
+  // Whether s follows from it: then no number has planes of the second level, and the mean is in reach.
+  __device__ __forceinline__ bool tells() const {
+    return !largest || (in_range(largest) && !below(least, scale_of(largest)));
+  }
+
+  __device__ __forceinline__ float scale() const { return largest ? scale_of(largest) : 1.0f; }
+};
+
+// What is known of the numbers of a segment, or of some of them, where that does not tell s.
 struct Known {
-  u32 largest;  // of their bits without the sign: the order of magnitudes
-  u32 others;   // the sum of exponents as they are stored, and 2^16 for each number that is not 0
+  u32 largest = 0;  // as Span's
+  u32 others = 0;   // the sum of exponents as they are stored, and 2^16 for each number that is not 0
 
   __device__ __forceinline__ void add(float x) {
     const u32 bits = __float_as_uint(x) & 0x7fffffffu;
@@ -43,16 +86,16 @@ struct Known {
 
   // With what a lane so many from this one knows.
   __device__ __forceinline__ void add_across(int apart) {
-    add({__shfl_xor_sync(0xffffffffu, largest, apart), __shfl_xor_sync(0xffffffffu, others, apart)});
+    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, apart));
+    others += __shfl_xor_sync(0xffffffffu, others, apart);
   }
 
   // s, or NO_PLANES.
   __device__ __forceinline__ float scale() const {
     const int top = largest >> 23, count = others >> 16, exponents = others & 0xffff;
     const bool narrow = top * count - exponents <= LEVEL * count;
-    const bool fits = largest - LEAST < MOST - LEAST;
     if (!largest) return 1.0f;
-    return narrow && fits ? __uint_as_float(static_cast<u32>(max(top - TOP, 1)) << 23) : NO_PLANES;
+    return narrow && in_range(largest) ? scale_of(largest) : NO_PLANES;
   }
 };
 
@@ -74,6 +117,21 @@ __device__ __forceinline__ void split(float x, float y, u32& high, u32& low) {
 
 // Of a number on its scale, whether it has planes of the second level.
 __device__ __forceinline__ bool is_small(float x) { return fabsf(x) < 1.0f / (1 << TOP) && x != 0.0f; }
+
+// Of a number on its scale, for planes of the first level (1) or the second (2); or of all (0).
+template <int kLevel>
+__device__ __forceinline__ float of_level(float x) {
+  if (kLevel == 0) return x;
+  if (is_small(x) != (kLevel == 2)) return 0.0f;
+  return kLevel == 2 ? x * (1 << LEVEL) : x;
+}
+
+// Four numbers' planes of a level.
+template <int kLevel>
+__device__ __forceinline__ void split(float x, float y, float z, float w, uint2& high, uint2& low) {
+  split(of_level<kLevel>(x), of_level<kLevel>(y), high.x, low.x);
+  split(of_level<kLevel>(z), of_level<kLevel>(w), high.y, low.y);
+}
 
 // A number of a matrix that is derived from others.
 //

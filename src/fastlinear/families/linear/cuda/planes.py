@@ -22,7 +22,7 @@ from fastlinear.kernels.cuda.hopper import ASYNC, BK, SHARED_LIMIT, WORDS, wgmma
 
 KERNEL, SUMS_KERNEL = "planes_product", "planes_sums"
 SPLIT_KERNEL, BIAS_KERNEL = "planes_split", "planes_bias"
-THREADS, SPLIT_THREADS = 384, 256
+SPLIT_THREADS = 256
 CAPABILITY = (9, 0)
 PITCH = 8
 """Rows of planes begin at multiples of so many numbers."""
@@ -83,8 +83,8 @@ class Config:
         group_m: row tiles (of 128 * cluster) visited before moving to the next column.
         turns: whether consumers issue their products by turns.
         slices: that K is shared out in.
-        reads: of how many matrices the first operand's numbers are read and split in registers; 0
-            where it is split already.
+        reads: of how many matrices the first operand's numbers are read, and split where they lie
+            in shared memory; 0 where it is split already.
     """
 
     bn: int = 192
@@ -96,10 +96,16 @@ class Config:
     reads: int = 0
 
     @property
+    def threads(self) -> int:
+        """Of a block: a producer warpgroup, two consumers, and two that split what is read."""
+        return 640 if self.reads else 384
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory."""
-        planes, scales = 2 * self.bn * BK * 2, 2 * ((128 + self.bn) * 4 + 16)
-        return self.stages * (128 * BK * 4 * max(1, self.reads) + planes + scales + 16)
+        planes, scales = 2 * self.bn * BK * 2, 2 * ((128 + self.bn) * 4 + 48)
+        first, barriers = 128 * BK * 4 * max(1, self.reads), 4 * 8
+        return self.stages * (first + planes + scales + barriers) + 16 * 8
 
     def invalid(self, k: int) -> str | None:
         """Why this configuration cannot serve products of that depth, or None."""
@@ -157,8 +163,7 @@ def source(
         "ADDED": int(added),
         **_macros(activation),
     }
-    words = config.reads > 0
-    instructions = wgmma_source(config.bn, torch.float16, *turned, a_words=words)
+    instructions = wgmma_source(config.bn, torch.float16, *turned)
     return _text(macros, instructions, _HERE.with_suffix(".cu"))
 
 

@@ -12,7 +12,6 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.linear.cuda.planes import (
     KERNEL,
     SUMS_KERNEL,
-    THREADS,
     Config,
     Derivation,
     config_for,
@@ -43,7 +42,7 @@ class _ProductPlan:
         m, _, n = self._sizes
         block = self._block(a, b, config, device)
         kernel = compiled.kernel(text, KERNEL, config.shared_bytes, device)
-        launch = driver.Launch(kernel, THREADS, config.cluster, [block.argument])  # type: ignore[list-item]
+        launch = driver.Launch(kernel, config.threads, config.cluster, [block.argument])  # type: ignore[list-item]
         tiles = -(-m // (128 * config.cluster)) * -(-n // config.bn)
         blocks = min(tiles * config.slices, launch.max_clusters())
         launch.set_grid(blocks * config.cluster)

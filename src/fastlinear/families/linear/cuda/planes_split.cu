@@ -31,53 +31,63 @@ struct Matrix {
   int derivation;        // how it is derived
   int together;          // matrices up to the last with this first block, which take their blocks by turns
 
-  // Numbers c to c + 3 of a row, 0 behind its end.
-  __device__ __forceinline__ float4 four(const float* numbers, int c) const {
-    if (wide && c + 4 <= columns) return *reinterpret_cast<const float4*>(numbers + c);
-    const auto at = [&](int i) { return i < columns ? numbers[i] : 0.0f; };
-    return {at(c), at(c + 1), at(c + 2), at(c + 3)};
-  }
-
-  __device__ __forceinline__ float4 read(int row, int c) const {
-    if (row >= rows) return {0.0f, 0.0f, 0.0f, 0.0f};
-    const float4 x = four(from[0] + row * strides[0], c);
-    if (derivation == DERIVED_NONE) return x;
-    const float4 s = four(from[1] + row * strides[1], c);
-    float4 o{};
-    if (derivation == DERIVED_GATE_GRADIENT) o = four(from[2] + row * strides[2], c);
-    return {derived(derivation, x.x, s.x, o.x), derived(derivation, x.y, s.y, o.y),
-            derived(derivation, x.z, s.z, o.z), derived(derivation, x.w, s.w, o.w)};
-  }
-
-  // Planes of such numbers on their scales: of those of the second level, or of the others.
-  __device__ __forceinline__ void put(const Side& to, int row, int c, float4 v, bool second) const {
-    if (row >= rows || c >= columns) return;
-    const auto of_level = [&](float x) {
-      if (is_small(x) != second) return 0.0f;
-      return second ? x * (1 << LEVEL) : x;
-    };
-    uint2 h, l;
-    split(of_level(v.x), of_level(v.y), h.x, l.x);
-    split(of_level(v.z), of_level(v.w), h.y, l.y);
-    const long long at = static_cast<long long>(row) * pitch + c;
-    *reinterpret_cast<uint2*>(to.planes[2 * second] + at) = h;
-    *reinterpret_cast<uint2*>(to.planes[2 * second + 1] + at) = l;
-  }
-
-  // A thread's numbers, on their scales.
-  __device__ __forceinline__ void put(const Side& to, int segment, int line, int row, int c,
-                                      const float4 (&v)[4]) const {
-    bool found = false;
+  // Numbers c to c + 3 of four rows of one of the matrices, 0 behind its ends. All are under way before the
+  // first is looked at: no branch lies between.
+  __device__ __forceinline__ void read(int which, int row, int c, float4 (&v)[4]) const {
+    const long long stride = strides[which];
+    const float* const numbers = from[which] + row * stride + c;
+    if (wide && c + 4 <= columns && row + 4 <= rows) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = *reinterpret_cast<const float4*>(numbers + i * stride);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      put(to, row + i, c, v[i], false);
-      found |= is_small(v[i].x) || is_small(v[i].y) || is_small(v[i].z) || is_small(v[i].w);
+      const auto at = [&](int j) { return row + i < rows && c + j < columns ? numbers[i * stride + j] : 0.0f; };
+      v[i] = {at(0), at(1), at(2), at(3)};
     }
-    found = __syncthreads_or(found);
-    if (threadIdx.x == 0) to.small[segment * (to.lines / SEGMENT) + line] = found;
-    if (!found) return;
+  }
+
+  // A thread's numbers.
+  __device__ __forceinline__ void read(int row, int c, float4 (&v)[4]) const {
+    read(0, row, c, v);
+    if (derivation == DERIVED_NONE) return;
+    float4 more[4];
+    if (derivation == DERIVED_GATE_GRADIENT) {
+      read(2, row, c, more);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) put(to, row + i, c, v[i], true);
+      for (int i = 0; i < 4; ++i)
+        v[i] = {v[i].x * more[i].x, v[i].y * more[i].y, v[i].z * more[i].z, v[i].w * more[i].w};
+    }
+    read(1, row, c, more);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      v[i] = {derived(derivation, v[i].x, more[i].x, 1.0f), derived(derivation, v[i].y, more[i].y, 1.0f),
+              derived(derivation, v[i].z, more[i].z, 1.0f), derived(derivation, v[i].w, more[i].w, 1.0f)};
+  }
+
+  // Planes of a level of such numbers on their scales.
+  template <int kLevel>
+  __device__ __forceinline__ void put(const Side& to, int row, int c, const float4 (&v)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (row + i >= rows || c >= columns) continue;
+      uint2 high, low;
+      split<kLevel>(v[i].x, v[i].y, v[i].z, v[i].w, high, low);
+      const long long at = static_cast<long long>(row + i) * pitch + c;
+      *reinterpret_cast<uint2*>(to.planes[kLevel / 2 * 2] + at) = high;
+      *reinterpret_cast<uint2*>(to.planes[kLevel / 2 * 2 + 1] + at) = low;
+    }
+  }
+
+  // All planes of a thread's numbers, of which some may be `small`.
+  __device__ __forceinline__ void put(const Side& to, int segment, int line, int row, int c,
+                                      const float4 (&v)[4], bool small) const {
+    if (small) put<1>(to, row, c, v);
+    else put<0>(to, row, c, v);
+    const bool found = __syncthreads_or(small);
+    if (threadIdx.x == 0) to.small[segment * (to.lines / SEGMENT) + line] = found;
+    if (found) put<2>(to, row, c, v);
   }
 };
 
@@ -86,21 +96,36 @@ struct Params {
   int matrices;
 };
 
-// The scale of a thread's row, which 16 lanes share.
-__device__ __forceinline__ float of_row(float4 v) {
-  Known row{0, 0};
+// Of a thread's row, which 16 lanes share.
+template <class Fact>
+__device__ __forceinline__ Fact of_row(float4 v) {
+  Fact row;
   row.add(v.x), row.add(v.y), row.add(v.z), row.add(v.w);
 #pragma unroll
   for (int apart = FOURS / 2; apart; apart /= 2) row.add_across(apart);
-  return row.scale();
+  return row;
 }
 
-// What a thread's rows tell of one of its columns, and those of the other half of the warp.
-__device__ __forceinline__ Known of_warp(float x, float y, float z, float w) {
-  Known column{0, 0};
-  column.add(x), column.add(y), column.add(z), column.add(w);
-  column.add_across(FOURS);
-  return column;
+// Of a thread's columns in its warp's rows, for other warps to read.
+template <class Fact>
+__device__ __forceinline__ void tell_columns(uint2 (&told)[SEGMENT], const float4 (&v)[4]) {
+  Fact columns[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) columns[0].add(v[i].x), columns[1].add(v[i].y), columns[2].add(v[i].z), columns[3].add(v[i].w);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    columns[i].add_across(FOURS);
+    if (lane_id() < FOURS) reinterpret_cast<Fact*>(told)[4 * lane_id() + i] = columns[i];
+  }
+}
+
+// Of a column, from what all warps told.
+template <class Fact>
+__device__ __forceinline__ Fact of_column(const uint2 (&told)[WARPS][SEGMENT], int column) {
+  Fact all;
+#pragma unroll
+  for (const auto& warp : told) all.add(reinterpret_cast<const Fact*>(warp)[column]);
+  return all;
 }
 
 // The sum of a thread's four rows in one of its columns, and of those of the other half of the warp.
@@ -110,7 +135,7 @@ __device__ __forceinline__ float sum_of_warp(float x, float y, float z, float w)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __grid_constant__ Params p) {
-  __shared__ Known known[WARPS][SEGMENT];
+  __shared__ uint2 told[WARPS][SEGMENT];
   __shared__ __align__(16) float sums[WARPS][SEGMENT];
   __shared__ float4 scales[FOURS];
   wait_for_previous();
@@ -125,32 +150,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
   const int down = tile / m.across, right = tile - down * m.across;
   const int own = threadIdx.x, warp = own / 32, four = own % FOURS;
   const int row = down * SEGMENT + own / FOURS * 4, column = right * SEGMENT + 4 * four;
-  const bool first_half = own % 32 < FOURS;
   float4 v[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = m.read(row + i, column);
-  if (m.by_columns.scales) {
-    const Known columns[4] = {
-        of_warp(v[0].x, v[1].x, v[2].x, v[3].x), of_warp(v[0].y, v[1].y, v[2].y, v[3].y),
-        of_warp(v[0].z, v[1].z, v[2].z, v[3].z), of_warp(v[0].w, v[1].w, v[2].w, v[3].w)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (first_half) known[warp][4 * four + i] = columns[i];
-  }
+  m.read(row, column, v);
+  if (m.by_columns.scales) tell_columns<Span>(told[warp], v);
   if (m.sums) {
     const float4 s = {
         sum_of_warp(v[0].x, v[1].x, v[2].x, v[3].x), sum_of_warp(v[0].y, v[1].y, v[2].y, v[3].y),
         sum_of_warp(v[0].z, v[1].z, v[2].z, v[3].z), sum_of_warp(v[0].w, v[1].w, v[2].w, v[3].w)};
-    if (first_half) *reinterpret_cast<float4*>(&sums[warp][4 * four]) = s;
+    if (own % 32 < FOURS) *reinterpret_cast<float4*>(&sums[warp][4 * four]) = s;
   }
   if (m.by_rows.scales) {
-    const float s[4] = {of_row(v[0]), of_row(v[1]), of_row(v[2]), of_row(v[3])};
+    float s[4];
+    u32 least[4];
+    bool tells = true, small = false;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Span span = of_row<Span>(v[i]);
+      tells &= span.tells();
+      s[i] = span.scale(), least[i] = span.least;
+    }
+    if (__any_sync(0xffffffffu, !tells)) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[i] = of_row<Known>(v[i]).scale();
+    }
     float* const to = m.by_rows.scales + right * m.by_rows.lines + row;
     if (four == 0) *reinterpret_cast<float4*>(to) = {s[0], s[1], s[2], s[3]};
     float4 on_scale[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) on_scale[i] = scaled(v[i], {s[i], s[i], s[i], s[i]});
-    m.put(m.by_rows, right, down, row, column, on_scale);
+    for (int i = 0; i < 4; ++i) {
+      small |= s[i] >= 0.0f && below(least[i], s[i]);
+      on_scale[i] = scaled(v[i], {s[i], s[i], s[i], s[i]});
+    }
+    m.put(m.by_rows, right, down, row, column, on_scale, small);
   }
   if (!m.by_columns.scales && !m.sums) return;
   __syncthreads();
@@ -161,16 +192,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
     m.sums[static_cast<long long>(down) * m.columns + place] = sum;
   }
   if (!m.by_columns.scales) return;
-  if (own < SEGMENT) {
-    Known all = known[0][own];
-    for (int i = 1; i < WARPS; ++i) all.add(known[i][own]);
-    const float s = all.scale();
-    reinterpret_cast<float*>(scales)[own] = m.by_columns.scales[down * m.by_columns.lines + place] = s;
+  Span span;
+  if (own < SEGMENT) span = of_column<Span>(told, own);
+  float s = span.scale();
+  if (__syncthreads_or(!span.tells())) {
+    tell_columns<Known>(told[warp], v);
+    __syncthreads();
+    if (own < SEGMENT) s = of_column<Known>(told, own).scale();
   }
-  __syncthreads();
+  if (own < SEGMENT)
+    reinterpret_cast<float*>(scales)[own] = m.by_columns.scales[down * m.by_columns.lines + place] = s;
+  const bool small = __syncthreads_or(s >= 0.0f && below(span.least, s));
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = scaled(v[i], scales[four]);
-  m.put(m.by_columns, down, right, row, column, v);
+  m.put(m.by_columns, down, right, row, column, v, small);
 }
 
 struct Bias {
