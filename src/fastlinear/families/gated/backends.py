@@ -233,7 +233,6 @@ FAMILY = register_family(
                 Backend(
                     *(NAME, p, "planes", f"{_HERE}.cuda.planes:{p}", planes.reason_not),
                     _PLANES_SOURCES,
-                    on_request=True,  # no GPU has run it yet
                 )
                 for p in PIECES
             ),

@@ -110,7 +110,10 @@ def _planes_forward(p: Problem) -> tuple[Work, ...]:
     """Both operands of each product split, and h where it is derived."""
     m, _, h, n = _sizes(p)
     _, w, _ = _layouts(p)
-    derived = Work(f"{_PLANES} split", bytes_us(p, 3 * m * h), {"numbers": m * h})
+    derived = Work(
+        *(f"{_PLANES} split", bytes_us(p, 3 * m * h), {"numbers": m * h}, ("derived",)),
+        variants=(p.option("activation"),),
+    )
     down = linear.split(p, n, h, w == "n", h), *linear.product_of_planes(p, m, h, n)
     return (*_planes_pre_activations(p), call(_PLANES, 2), derived, *down)
 
@@ -128,11 +131,13 @@ def _planes_backward(p: Problem) -> tuple[Work, ...]:
         *2 * (linear.split(p, k, h, w == "t", k),),
         Work(
             *(f"{_PLANES} split both ways", bytes_us(p, 8 * m * h), {"numbers": 2 * m * h}),
+            ("derived",),
             variants=(p.option("activation"),),
         ),
     )
-    sizes = (m, n, h), (n, m, h), *2 * ((h, m, k), (m, h, k))
+    sizes = (m, n, h), (n, m, h), *2 * ((h, m, k),), (m, h, k)
     products = tuple(w for size in sizes for w in linear.product_of_planes(p, *size))
+    products += linear.product_of_planes(p, m, h, k, 0, "added")  # dx of up to that of gate
     sums = 3 if p.option("bias") == "yes" else 0
     return (*again, call(_PLANES, 8 + sums), *splits, *products)
 

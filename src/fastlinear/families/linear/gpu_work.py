@@ -151,15 +151,18 @@ def _planes(p: Problem, m: int, k: int, n: int, layout: str) -> tuple[Work, ...]
         "grad_weight": ("dpre", "x"),
     }[p.piece]
     turned = layout[0] == "t"  # rows of memory lie across K
-    reads = int(not turned and _is_read(p, first, m, k, n, 1))
+    reads = int(not turned and _is_read(p, first, (m, k, n), 1))
     splits = [] if reads else [split(p, m, k, turned, _row(p, first))]
     splits.append(split(p, n, k, layout[1] == "n", _row(p, second)))
     return call(f"{NAME} planes", 2), *splits, *product_of_planes(p, m, k, n, reads)
 
 
-def _is_read(p: Problem, operand: str, m: int, k: int, n: int, reads: int) -> bool:
-    """Whether a first operand (m, k) is split in registers."""
-    return _row(p, operand) % 4 == 0 and planes.in_registers(m, n, k, units(), reads)
+def _is_read(
+    p: Problem, operand: str, sizes: tuple[int, int, int], reads: int, alone: bool = True
+) -> bool:
+    """Whether a first operand (m, k) is split by the product (m, n) itself."""
+    m, k, n = sizes
+    return _row(p, operand) % 4 == 0 and planes.split_late(m, n, k, units(), reads, alone)
 
 
 def _planes_backward(p: Problem) -> tuple[Work, ...]:
@@ -169,7 +172,7 @@ def _planes_backward(p: Problem) -> tuple[Work, ...]:
     x, w = _layouts(p)
     activation = p.option("activation")
     read = 1 if activation == "none" else 2
-    reads = read if _is_read(p, "dpre", m, n, k, read) else 0
+    reads = read if _is_read(p, "dpre", (m, n, k), read, alone=False) else 0
     dpre = Work(
         f"{NAME} planes split both ways",
         bytes_us(p, read * m * n + (1 if reads else 2) * m * planes.pitch(n)),
@@ -197,13 +200,15 @@ def split(p: Problem, lines: int, k: int, turned: bool, row: int) -> Work:
     return Work(kind, us, {"numbers": lines * k}, rows_at(p, row))
 
 
-def product_of_planes(p: Problem, m: int, k: int, n: int, reads: int = 0) -> tuple[Work, ...]:
+def product_of_planes(
+    p: Problem, m: int, k: int, n: int, reads: int = 0, *flags: str
+) -> tuple[Work, ...]:
     """The product (m, n) over k of operands that are split, or of which the first is read."""
     config = planes.config_for(m, n, k, units(), reads)
     us = config.microseconds(m, n, k, units()) - planes.START_US
     sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
-    flags = (f"tile:{config.bn}", *((f"reads:{reads}",) if reads else ()))
-    product = Work(f"{NAME} planes product", us, sizes, flags)
+    told = f"tile:{config.bn}", *((f"reads:{reads}",) if reads else ()), *flags
+    product = Work(f"{NAME} planes product", us, sizes, told)
     if config.slices == 1:
         return (product,)
     sliced = replace(product, flags=(*product.flags, "sliced"))

@@ -29,7 +29,7 @@ PITCH = 8
 _MOST_SLICES = 64
 _MOST = 1 << 30  # of each size: coordinates of tiles are 32-bit
 _MOST_NUMBERS = 1 << 29
-_MOST_COLUMNS, _MOST_READS = 128, 2  # where the first operand's planes are in registers
+_MOST_COLUMNS, _MOST_READS = 128, 2  # where the first operand is read
 _HERE = Path(__file__)
 
 
@@ -187,15 +187,14 @@ def _text(macros: dict[str, str | int], instructions: str, kernel: Path) -> str:
 
 STAGES = {64: 4, 128: 3, 192: 2}
 """Of each width of tiles, as many as shared memory holds."""
-# Microseconds of each of ``terms``, by ``reads``: fitted to 2,817 launches of drawn products on an
-# H200 (``results/nvidia-h200/planes.jsonl.gz``), but for those that read numbers: guessed.
+# Microseconds of each of ``terms``, by ``reads``: fitted to 5,061 launches of drawn products on an
+# H200 (``results/nvidia-h200/planes.jsonl.gz``).
 _US = (
-    (0.8735, 1.698, 1.289, 2.485, 1.909, 3.174, 0.9788, 2.758, 1.308),
-    (1.0, 1.7, 1.45, 2.5, 0.0, 0.0, 0.98, 2.76, 1.31),
-    (1.1, 1.7, 1.55, 2.5, 0.0, 0.0, 0.98, 2.76, 1.31),
+    (1.005, 1.823, 1.513, 2.773, 2.342, 3.243, 1.125, 2.373, 1.514),
+    (1.663, 0.9506, 1.95, 2.101, 0.0, 0.0, 2.152, 2.559, 1.565),
+    (2.35, 0.9992, 2.682, 1.859, 0.0, 0.0, 1.575, 2.473, 2.239),
 )
-_MEASURED = (0,)  # of these, those that a GPU has been asked
-_SPLIT_US = 2.4  # of a million numbers that are split beforehand, guessed
+_SPLIT_US = 2.0  # of a million numbers that are split beforehand: each is read, and written
 START_US = _US[0][6]
 """Of it what any launch takes."""
 
@@ -226,11 +225,10 @@ def config_for(m: int, n: int, k: int, units: int, reads: int = 0) -> Config:
 
 
 @cache
-def in_registers(m: int, n: int, k: int, units: int, reads: int) -> bool:
-    """Whether a first operand that can be read so is split in registers: where that is predicted to
-    take less than a split and a product."""
-    if reads not in _MEASURED:
-        return False
+def split_late(m: int, n: int, k: int, units: int, reads: int, alone: bool = True) -> bool:
+    """Whether a first operand that can be read is split where it is multiplied: where that is
+    predicted to take less than a split beforehand and a product; ``alone``: that a split beforehand
+    would read it for this product alone."""
     apart = config_for(m, n, k, units).microseconds(m, n, k, units)
-    split = _SPLIT_US * (1 + reads) / 2 * m * k / 1e6
+    split = _SPLIT_US * (1 + reads * alone) / 2 * m * k / 1e6
     return config_for(m, n, k, units, reads).microseconds(m, n, k, units) < apart + split

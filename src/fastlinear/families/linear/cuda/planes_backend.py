@@ -30,7 +30,7 @@ def _lines(source: Source) -> int:
 def _of_rows(
     a: Source, b: Source, bias: Tensor | None = None, activation: str = "none", save: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """``product`` of A by rows: split in registers, or before, then in parts where it is large."""
+    """``product`` of A by rows: split by it, or before, then in parts where it is large."""
     if is_read(a, _lines(b)):
         (second,) = split((b,))
         return product(a._replace(by_rows=False), second, bias, activation, save)
@@ -121,7 +121,7 @@ def backward(
     if not for_dx or dy.numel() > _AT_ONCE:
         dx = _of_rows(*by_rows)[0] if for_dx else None
         return dx, _of_columns(*by_columns) if for_dw or for_db else None, db
-    if is_read(gradient, weight.shape[1]):
+    if is_read(gradient, weight.shape[1], alone=not for_dw):
         others = by_columns if for_dw else by_columns[:1] if for_db else ()
         w, *made = split((by_rows[1], *others))
         dw = product(made[0], made[1])[0] if for_dw else None

@@ -15,9 +15,9 @@ from fastlinear.families.linear.cuda.planes import (
     Config,
     Derivation,
     config_for,
-    in_registers,
     slice_tiles,
     source,
+    split_late,
 )
 from fastlinear.families.linear.cuda.planes_split import MADE, READ, TENSORS, Planes, Source
 from fastlinear.kernels.cuda import compiled
@@ -112,26 +112,31 @@ def _tensors(operand: Operand) -> tuple[Tensor | None, ...]:
 
 
 def can_be_read(source: Source) -> bool:
-    """Whether ``product`` can split it in registers: it is read from two matrices at most, of rows
+    """Whether ``product`` can split it itself: it is read from two matrices at most, of rows
     that begin on 16 bytes, do not overlap and lie side by side."""
     return source.other is None and all(_is_readable(t) for t in source.read if t is not None)
 
 
 def reads_of(operand: Operand) -> int:
-    """Of how many matrices it is split in registers; 0 where it is split already."""
+    """Of how many matrices ``product`` splits it; 0 where it is split already."""
     if isinstance(operand, Planes):
         return 0
     return sum(t is not None for t in operand.read)
 
 
-def is_read(source: Source, n: int) -> bool:
-    """Whether a call's first operand, by rows, is split in registers; ``n``: columns of the
-    product."""
+def is_read(source: Source, n: int, alone: bool = True) -> bool:
+    """Whether a call's first operand, by rows, is left to ``product`` to split.
+
+    Args:
+        source: the operand.
+        n: columns of the product.
+        alone: whether no other product needs it split, which would read it anyway.
+    """
     if not can_be_read(source):
         return False
     m, k = source.numbers.shape
     units = _units(source.numbers.device.index)
-    return in_registers(m, n, k, units, reads_of(source))
+    return split_late(m, n, k, units, reads_of(source), alone)
 
 
 def _is_readable(t: Tensor) -> bool:
@@ -176,7 +181,7 @@ def product(
     """(act(A Bᵀ + bias), A Bᵀ + bias or None), both (M, N).
 
     Args:
-        a: of A (M, K), or by columns of (K, M); or A itself, which is split in registers, see
+        a: of A (M, K), or by columns of (K, M); or A itself, to be split here, see
             ``can_be_read``.
         b: of B (N, K), or by columns of (K, N).
         bias: (N,) float32, or None.
