@@ -200,7 +200,7 @@ _DIRECT = [
 
 @pytest.mark.parametrize("config", _DIRECT, ids=str)
 @pytest.mark.parametrize(("m", "k", "n"), [(130, 200, 70), (1, 132, 9), (300, 256, 129)])
-def test_numbers_split_in_registers(m: int, k: int, n: int, config: Config) -> None:
+def test_numbers_that_are_read(m: int, k: int, n: int, config: Config) -> None:
     x, weight = values(m, k), values(n, k, seed=1)
     x[:, 64:128] *= 2.0**-40
     for turned in (False, True):
@@ -210,7 +210,7 @@ def test_numbers_split_in_registers(m: int, k: int, n: int, config: Config) -> N
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 2.0**60])
 @pytest.mark.parametrize("which", ["a", "b", "both"])
-def test_any_numbers_split_in_registers(which: str, value: float) -> None:
+def test_any_numbers_that_are_read(which: str, value: float) -> None:
     """Of rows of one consumer and of both."""
     x, weight = values(140, 132), values(70, 132, seed=1)
     for t, at in ((x, (77, 13)), (x, (3, 70)), (weight, (20, 131)), (weight, (69, 13))):
@@ -223,7 +223,7 @@ def test_any_numbers_split_in_registers(which: str, value: float) -> None:
 
 @pytest.mark.parametrize("config", [Config(64, 2, reads=2), Config(128, 2, reads=2)], ids=str)
 @pytest.mark.parametrize("activation", ["none", "silu"])
-def test_gradients_split_in_registers(activation: str, config: Config) -> None:
+def test_gradients_that_are_read(activation: str, config: Config) -> None:
     dy, saved, weight = values(150, 140), values(150, 140, seed=1), values(70, 140, seed=2)
     dy[77, 13], dy[3, 70:80] = 2.0**60, dy[3, 70:80] * 2.0**-35
     given = Source(dy, derivation=Derivation.GRADIENT, saved=saved, activation=activation)
@@ -233,7 +233,7 @@ def test_gradients_split_in_registers(activation: str, config: Config) -> None:
 
 
 @pytest.mark.parametrize("activation", ["none", "silu"])
-def test_calls_that_split_in_registers(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_split_late(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, where it is predicted to be faster, and where it cannot be done."""
     read = []
 
@@ -241,7 +241,7 @@ def test_calls_that_split_in_registers(activation: str, monkeypatch: pytest.Monk
         read.append(given)
         return True
 
-    monkeypatch.setattr(planes_product, "in_registers", predicted)
+    monkeypatch.setattr(planes_product, "split_late", predicted)
     dy, x, weight = values(150, 72, seed=2), values(150, 40), values(72, 40, seed=1)
     check(x, weight, dy)
     for needs in (
@@ -252,7 +252,8 @@ def test_calls_that_split_in_registers(activation: str, monkeypatch: pytest.Monk
     ):
         check_backward(dy, x, weight, activation, needs)
     assert {(m, n, k) for m, n, k, *_ in read} == {(150, 72, 40), (150, 40, 72)}
-    assert {reads for *_, reads in read} == ({1} if activation == "none" else {1, 2})
+    first = 1 if activation == "none" else 2
+    assert {given[4:] for given in read} == {(1, True), (first, True), (first, False)}
     read.clear()
     check(values(150, 41), values(70, 41), values(150, 70))
     assert not read
@@ -656,7 +657,7 @@ def test_clusters_and_the_same_bits_every_time(config: Config, m: int) -> None:
 @pytest.mark.parametrize("place", ["cuda"], indirect=True)
 @pytest.mark.parametrize("reads", [1, 2])
 @pytest.mark.parametrize("bn", [64, 128])
-def test_numbers_in_registers_give_the_same_bits_every_time(bn: int, reads: int) -> None:
+def test_numbers_that_are_read_give_the_same_bits_every_time(bn: int, reads: int) -> None:
     """Of many tiles a block, some with planes of the second level and some without planes."""
     x, weight, saved = values(40_000, 260), values(200, 260, seed=1), values(40_000, 260, seed=2)
     x[::7, 3], x[100:20_000:5, 64:100] = 2.0**60, x[100:20_000:5, 64:100] * 2.0**-33

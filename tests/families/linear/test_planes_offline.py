@@ -62,7 +62,7 @@ def test_products_of_gradients_stay_in_registers(bn: int, turned: bool) -> None:
 
 
 @pytest.mark.parametrize("reads", [1, 2])
-def test_numbers_stay_in_registers(reads: int) -> None:
+def test_products_that_read_numbers_stay_in_registers(reads: int) -> None:
     """Of x and a layer's epilogue, or of a gradient."""
     how: dict[str, Any] = {"has_bias": True, "save_pre": True}
     if reads == 2:
