@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.activations.reference import ACTIVATIONS
-from fastlinear.core.compare import judge
+from fastlinear.core.compare import Verdict, judge, pooled
 from fastlinear.families.gated import reference
 from fastlinear.families.gated.autograd import run_backward
 from fastlinear.families.gated.cuda import planes
@@ -35,14 +35,14 @@ def drawn(
     return [None if t is None else t.detach() for t in draw(shape, order, bias, sizes=sizes)]
 
 
-def check(
+def judged(
     given: Sequence[Tensor | None],
     order: str,
     activation: str = "silu",
     needs: Sequence[bool] = ALL,
     dy: Tensor | None = None,
     formed_again: bool = False,
-) -> None:
+) -> list[Verdict]:
     """Forward and backward, beside PyTorch's own operations, and float64."""
     first = given[0]
     assert first is not None
@@ -63,14 +63,21 @@ def check(
             assert none == [None, None]
             kept = None if formed_again else tuple(pre)
             ours = [y, *own_pre, *planes.backward(dy, kept, *into[2:])]
+    verdicts = []
     for own, theirs, oracle in zip(ours, *results, strict=True):
         assert (own is None) == (oracle is None)
         if own is not None:
             assert theirs is not None
             assert oracle is not None
             assert own.shape == oracle.shape
-            verdict = judge("gated", own, theirs, oracle)
-            assert verdict.passed, str(verdict)
+            verdicts.append(judge("gated", own, theirs, oracle))
+    return verdicts
+
+
+def check(*given: Any, **how: Any) -> None:
+    """All of ``judged`` pass."""
+    for verdict in judged(*given, **how):
+        assert verdict.passed, str(verdict)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -140,13 +147,18 @@ def test_the_down_projection_alone(order: str, wanted: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("value", [2.0**50, 2.0**-100])
 @pytest.mark.parametrize("which", range(4))
 def test_numbers_without_planes(which: int, value: float) -> None:
-    """What is derived is derived again where it is multiplied itself."""
-    given: list[Any] = drawn((70, 33), "apart")
-    given[which][3, 5] = value
-    check(given, "apart", dy=torch.randn(70, 24))
-    dy = torch.randn(70, 24)
-    dy[7, which] = value
-    check(drawn((70, 33), "apart"), "apart", dy=dy)
+    """What is derived is derived again where it is multiplied itself. Of several draws together,
+    and with an exact activation: a few numbers are nearly all of a bias' gradient."""
+    verdicts: list[list[Verdict]] = []
+    for _ in range(3):
+        given: list[Any] = drawn((70, 33), "apart")
+        given[which][3, 5] = value
+        verdicts.append(judged(given, "apart", "relu", dy=torch.randn(70, 24)))
+        dy = torch.randn(70, 24)
+        dy[7, which] = value
+        verdicts.append(judged(drawn((70, 33), "apart"), "apart", "relu", dy=dy))
+    for of_one in (*zip(*verdicts[::2], strict=True), *zip(*verdicts[1::2], strict=True)):
+        assert pooled(of_one).passed, str(of_one)
 
 
 def test_infinities_come_out_where_pytorch_has_them() -> None:
