@@ -35,11 +35,11 @@
 
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2;  // of a plane, or of half a tile of numbers
 constexpr int A_STAGE = (READS ? 2 * READS : 2) * A_BYTES, STAGE_BYTES = A_STAGE + 2 * B_BYTES;
-constexpr int TOLD_OFFSET = (BM + BN) * 4;   // behind scales, what a step is
-constexpr int SMALL_OFFSET = TOLD_OFFSET + 16;  // where A is read, which 16 rows have planes of the second level
+constexpr int TOLD_OFFSET = (BM + BN) * 4;      // behind scales, what a step is
+constexpr int SMALL_OFFSET = TOLD_OFFSET + 16;  // where A is read, which 16 rows have small numbers
 constexpr int SCALES_OFFSET = STAGES * STAGE_BYTES, SCALES_BYTES = SMALL_OFFSET + (READS ? 32 : 0);
-// Barriers: of stages, that one is full, and empty; where A is read, that a consumer's planes are there; and of
-// 16 rows each, that their planes have been multiplied, and that those of the second level are there.
+// Barriers: of stages, that one is full, and empty; where A is read, that a consumer's planes are there;
+// and of 16 rows each, that their planes have been multiplied, and that those of small numbers are there.
 constexpr int BAR_OFFSET = SCALES_OFFSET + 2 * STAGES * SCALES_BYTES;
 constexpr int SPLIT_OFFSET = BAR_OFFSET + 2 * STAGES * 8, DONE_OFFSET = SPLIT_OFFSET + 2 * STAGES * 8;
 constexpr int AGAIN_OFFSET = DONE_OFFSET + 8 * 8;
@@ -111,8 +111,8 @@ __device__ __forceinline__ void load_b(const TensorMap* map, u32 to, u32 bar, in
   }
 }
 
-// Where the scales of a stage lie, and what consumers are told of its step. There are two of each stage's, which it takes in turn: those of a step
-// may be read until the next step's stage is released.
+// Where the scales of a stage lie, and what consumers are told of its step. There are two of each stage's,
+// which it takes in turn: those of a step may be read until the next step's stage is released.
 __device__ __forceinline__ u32 scales_at(u32 base, int stage, u32 odd) {
   return base + SCALES_OFFSET + (odd * STAGES + stage) * SCALES_BYTES;
 }
@@ -354,8 +354,8 @@ struct Pipe {
   // tensor cores work; then the stage is released, if it is the `last` time. Where registers hold both, the
   // products of high planes are under way while the others are scaled; else they are added to these.
   template <class Meanwhile>
-  __device__ __forceinline__ void multiply_planes(float (&acc)[BN / 2], bool turns, bool last, const Scales& s,
-                                                  const Meanwhile& meanwhile) const {
+  __device__ __forceinline__ void multiply_planes(float (&acc)[BN / 2], bool turns, bool last,
+                                                  const Scales& s, const Meanwhile& meanwhile) const {
     constexpr float kLow = 1.0f / 2048.0f;
     const u32 at = base + stage * STAGE_BYTES;
     const u64 high = make_desc<A_MN>(at + consumer * (A_BYTES / 2)), low = high + (A_BYTES >> 4);
@@ -519,7 +519,7 @@ struct Numbers {
   }
 };
 
-// Planes of a consumer's rows, by its own warpgroup. Those of the second level follow in their place once it
+// Planes of a consumer's rows, by its own warpgroup. Those of small numbers follow in their place once it
 // is done with the others, from numbers that wait in registers.
 __device__ __forceinline__ void split_tiles(const Params& p, u32 base, int consumer, int first, int step,
                                             int tiles) {

@@ -43,7 +43,9 @@ struct Matrix {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const auto at = [&](int j) { return row + i < rows && c + j < columns ? numbers[i * stride + j] : 0.0f; };
+      const auto at = [&](int j) {
+        return row + i < rows && c + j < columns ? numbers[i * stride + j] : 0.0f;
+      };
       v[i] = {at(0), at(1), at(2), at(3)};
     }
   }
@@ -111,7 +113,10 @@ template <class Fact>
 __device__ __forceinline__ void tell_columns(uint2 (&told)[SEGMENT], const float4 (&v)[4]) {
   Fact columns[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) columns[0].add(v[i].x), columns[1].add(v[i].y), columns[2].add(v[i].z), columns[3].add(v[i].w);
+  for (int i = 0; i < 4; ++i) {
+    columns[0].add(v[i].x), columns[1].add(v[i].y);
+    columns[2].add(v[i].z), columns[3].add(v[i].w);
+  }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     columns[i].add_across(FOURS);
