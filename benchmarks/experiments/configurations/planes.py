@@ -1,5 +1,5 @@
 """Products of linear_act's ``planes``, of operands that are split already, or of which the first is
-split in registers."""
+read and split there."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def _draw(draw: Random) -> Problem | None:
         return None
     activation = draw.choice(("none", "relu", "gelu")) if piece == "forward" else "none"
     first = n if piece == "grad_input" else k
-    reads = draw.choice((0, 1, 2)) if piece != "grad_weight" and first % 4 == 0 else 0
+    reads = piece != "grad_weight" and first % 4 == 0 and draw.choice((True, False))
     found = {"piece": piece, "M": m, "K": k, "N": n, "activation": activation}
     return {**found, "reads": reads} if reads else found
 
 
-def _reads(p: Problem) -> int:
-    """Of how many matrices the first operand is split in registers: a gradient's of two."""
-    return min(int(p.get("reads", 0)), 2 if p["piece"] == "grad_input" else 1)
+def _reads(p: Problem) -> bool:
+    """Whether the first operand is split by the product."""
+    return bool(p.get("reads", False))
 
 
 def _product(p: Problem) -> tuple[int, int, int]:
@@ -81,15 +81,9 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
     def first() -> planes_product.Operand:
         if not reads:
             return split(m, ways[0])
-        numbers = planes_split.Source(normal(place, torch.float32, m, k))
-        if reads == 1:
-            return numbers
-        saved = normal(place, torch.float32, m, k)
-        return numbers._replace(
-            derivation=planes.Derivation.GRADIENT, saved=saved, activation="silu"
-        )
+        return planes_split.Source(normal(place, torch.float32, m, k))
 
-    sets = turns(m * k * max(1, reads) + k * n + m * n, torch.float32)
+    sets = turns(m * k + k * n + m * n, torch.float32)
     return [(first(), split(n, ways[1])) for _ in range(sets)]
 
 
@@ -106,6 +100,6 @@ KIND = Kind(
     run=_run,
     terms=lambda p, c: c.terms(*_product(p), _UNITS),
     config=lambda p, fields: Config(**fields),
-    group=lambda p: ("planes", "numbers", "gradients")[_reads(p)],
+    group=lambda p: "numbers" if _reads(p) else "planes",
     plans=planes_product.plans,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 def _frame(config: Config, activation: str = "none", **how: Any) -> int:
     """Bytes of local memory."""
     found = nvrtc.usage(planes.source(config, activation, **how), "planes.cu", ARCH)
-    assert found[planes.KERNEL].registers <= 168, "384 threads share 65536 registers"
+    assert found[planes.KERNEL].registers == 65_536 // config.threads // 8 * 8, "all there are"
     return max(one.frame for one in found.values())
 
 
@@ -61,15 +62,23 @@ def test_products_of_gradients_stay_in_registers(bn: int, turned: bool) -> None:
         assert _frame(Config(bn, STAGES[bn]), activation, **how) <= most
 
 
-@pytest.mark.parametrize("reads", [1, 2])
-def test_products_that_read_numbers_stay_in_registers(reads: int) -> None:
-    """Of x and a layer's epilogue, or of a gradient."""
-    how: dict[str, Any] = {"has_bias": True, "save_pre": True}
-    if reads == 2:
-        how = {"turned": (False, True), "derivations": (Derivation.GRADIENT, Derivation.NONE)}
-    for config in planes.candidates(8192, 256, 64, reads):
-        for activation in ("gelu", "silu"):
-            assert _frame(config, activation, **how) <= 8
+def test_products_that_read_numbers_stay_in_registers() -> None:
+    for config in planes.candidates(8192, 256, 64, reads=True):
+        for activation in ("gelu", "sine"):
+            assert _frame(config, activation, has_bias=True, save_pre=True) <= 8
+
+
+def test_calls_are_split_late_where_that_was_faster() -> None:
+    """Of layers that were timed both ways; where not, it would have been 5% faster at most."""
+    chosen = []
+    rows = (ROOT / "results/nvidia-h200/planes-layers.jsonl").read_text().splitlines()
+    for row in map(json.loads, rows):
+        if row["case"] == "read layer" and row["run"] == "since":
+            late = planes.split_late(row["M"], row["N"], row["K"], 132)
+            split, read = row["us"]["split fwd"], row["us"]["read fwd"]
+            assert (read if late else split) < 1.05 * min(read, split), row
+            chosen.append(late)
+    assert set(chosen) == {True, False}
 
 
 def test_the_chosen_configuration_can_serve() -> None:

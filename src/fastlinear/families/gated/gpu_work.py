@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.roofline import (
     LIBRARY,
@@ -17,6 +20,7 @@ from fastlinear.dispatch.roofline import (
 )
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, call, flags_of
+from fastlinear.families.gated.cuda import planes
 from fastlinear.families.gated.cuda.config import config_for
 from fastlinear.families.gated.problem import NAME, PIECES, STEP, has_down
 from fastlinear.families.gated.triton.config import product_config
@@ -93,13 +97,27 @@ def _backward(p: Problem, backend: str) -> tuple[Work, ...]:
     return found
 
 
-def _planes_pre_activations(p: Problem) -> tuple[Work, ...]:
-    m, k, h, _ = _sizes(p)
-    x, w, _ = _layouts(p)
+def _planes_parts(p: Problem) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """How many rows are worked on at once, and flags of what later ones are added to."""
+    m, *wide = _sizes(p)
+    for i, rows in enumerate(planes.parts(m, *wide)):
+        yield rows.stop - rows.start, ("added",) if i else ()
+
+
+def _planes_pre_activations(p: Problem, m: int) -> tuple[Work, ...]:
+    """Of m rows, but for the split of the weights."""
+    _, k, h, _ = _sizes(p)
+    x, _, _ = _layouts(p)
     rows, times = _stacked(p, h)
-    of_w = linear.split(p, rows, k, w == "n", k)
-    product = linear.product_of_planes(p, m, k, rows)
-    return call(_PLANES, 1 + times), _split_x(p, m, k, x == "t"), *times * (of_w, *product)
+    products = times * linear.product_of_planes(p, m, k, rows)
+    return call(_PLANES, 1 + times), _split_x(p, m, k, x == "t"), *products
+
+
+def _planes_of_firsts(p: Problem) -> tuple[Work, ...]:
+    _, k, h, _ = _sizes(p)
+    _, w, _ = _layouts(p)
+    rows, times = _stacked(p, h)
+    return times * (linear.split(p, rows, k, w == "n", k),)
 
 
 def _split_x(p: Problem, lines: int, depth: int, turned: bool) -> Work:
@@ -107,39 +125,43 @@ def _split_x(p: Problem, lines: int, depth: int, turned: bool) -> Work:
 
 
 def _planes_forward(p: Problem) -> tuple[Work, ...]:
-    """Both operands of each product split, and h where it is derived."""
-    m, _, h, n = _sizes(p)
+    """Both operands of each product split, weights once, and h where it is derived."""
+    _, _, h, n = _sizes(p)
     _, w, _ = _layouts(p)
-    derived = Work(
-        *(f"{_PLANES} split", bytes_us(p, 3 * m * h), {"numbers": m * h}, ("derived",)),
-        variants=(p.option("activation"),),
-    )
-    down = linear.split(p, n, h, w == "n", h), *linear.product_of_planes(p, m, h, n)
-    return (*_planes_pre_activations(p), call(_PLANES, 2), derived, *down)
+    found = *_planes_of_firsts(p), linear.split(p, n, h, w == "n", h)
+    for m, _ in _planes_parts(p):
+        derived = Work(
+            *(f"{_PLANES} split", bytes_us(p, 3 * m * h), {"numbers": m * h}, ("derived",)),
+            variants=(p.option("activation"),),
+        )
+        down = linear.product_of_planes(p, m, h, n)
+        found += (*_planes_pre_activations(p, m), call(_PLANES, 2), derived, *down)
+    return found
 
 
 def _planes_backward(p: Problem) -> tuple[Work, ...]:
-    """What is derived is read once and split in five ways; each other operand in one, dy in two."""
-    m, k, h, n = _sizes(p)
+    """What is derived is read once and split in five ways; x in one, dy in two, weights once for
+    all rows."""
+    _, k, h, n = _sizes(p)
     x, w, _ = _layouts(p)
-    again = _planes_pre_activations(p) if p.option("recompute") == "yes" else ()
-    splits = (
-        linear.split(p, m, n, False, n),
-        linear.split(p, n, m, True, n),
-        linear.split(p, h, n, w == "t", h),
-        _split_x(p, k, m, x == "n"),  # along its columns
-        *2 * (linear.split(p, k, h, w == "t", k),),
-        Work(
+    again = p.option("recompute") == "yes"
+    sums = 3 if p.option("bias") == "yes" else 0
+    weights = 2 * (linear.split(p, k, h, w == "t", k),)
+    found = linear.split(p, h, n, w == "t", h), *weights, *(_planes_of_firsts(p) if again else ())
+    for m, added in _planes_parts(p):
+        dy = Work(f"{_PLANES} split both ways", bytes_us(p, 3 * m * n), {"numbers": m * n})
+        derived = Work(
             *(f"{_PLANES} split both ways", bytes_us(p, 8 * m * h), {"numbers": 2 * m * h}),
             ("derived",),
             variants=(p.option("activation"),),
-        ),
-    )
-    sizes = (m, n, h), (n, m, h), *2 * ((h, m, k),), (m, h, k)
-    products = tuple(w for size in sizes for w in linear.product_of_planes(p, *size))
-    products += linear.product_of_planes(p, m, h, k, 0, "added")  # dx of up to that of gate
-    sums = 3 if p.option("bias") == "yes" else 0
-    return (*again, call(_PLANES, 8 + sums), *splits, *products)
+        )
+        found += _planes_pre_activations(p, m) if again else ()
+        x_turned = _split_x(p, k, m, x == "n")  # along its columns
+        found += call(_PLANES, 8 + sums), dy, x_turned, derived
+        product = partial(linear.product_of_planes, p)
+        found += *product(m, n, h), *product(n, m, h, *added), *2 * product(h, m, k, *added)
+        found += *product(m, h, k), *product(m, h, k, "added")
+    return found
 
 
 def _first(p: Problem, backend: str, m: int, k: int, h: int, layout: str) -> tuple[Work, ...]:

@@ -151,38 +151,30 @@ def _planes(p: Problem, m: int, k: int, n: int, layout: str) -> tuple[Work, ...]
         "grad_weight": ("dpre", "x"),
     }[p.piece]
     turned = layout[0] == "t"  # rows of memory lie across K
-    reads = int(not turned and _is_read(p, first, (m, k, n), 1))
+    aligned = not turned and _row(p, first) % 4 == 0
+    reads = aligned and planes.split_late(m, n, k, units())
     splits = [] if reads else [split(p, m, k, turned, _row(p, first))]
     splits.append(split(p, n, k, layout[1] == "n", _row(p, second)))
-    return call(f"{NAME} planes", 2), *splits, *product_of_planes(p, m, k, n, reads)
-
-
-def _is_read(
-    p: Problem, operand: str, sizes: tuple[int, int, int], reads: int, alone: bool = True
-) -> bool:
-    """Whether a first operand (m, k) is split by the product (m, n) itself."""
-    m, k, n = sizes
-    return _row(p, operand) % 4 == 0 and planes.split_late(m, n, k, units(), reads, alone)
+    return call(f"{NAME} planes", 2), *splits, *product_of_planes(p, m, k, n, reads=reads)
 
 
 def _planes_backward(p: Problem) -> tuple[Work, ...]:
-    """A gradient derived and split both ways, or by columns and read again; x and the weight
-    split, and both products."""
+    """A gradient derived and split both ways, x and the weight split, and both products."""
     m, k, n = _sizes(p)
     x, w = _layouts(p)
     activation = p.option("activation")
     read = 1 if activation == "none" else 2
-    reads = read if _is_read(p, "dpre", (m, n, k), read, alone=False) else 0
+    times = 2 if m * n > planes.AT_ONCE else 1  # by rows, then by columns
     dpre = Work(
         f"{NAME} planes split both ways",
-        bytes_us(p, read * m * n + (1 if reads else 2) * m * planes.pitch(n)),
+        bytes_us(p, read * times * m * n + 2 * m * planes.pitch(n)),
         {"numbers": m * n},
         (*rows_at(p, n), *(("bias",) if p.option("bias") == "yes" else ())),
         (activation,),
     )
     others = split(p, k, n, w == "t", _row(p, "w")), split(p, k, m, x == "n", _row(p, "x"))
     launches = 3 + (p.option("bias") == "yes")
-    products = *product_of_planes(p, m, n, k, reads), *product_of_planes(p, n, m, k)
+    products = *product_of_planes(p, m, n, k), *product_of_planes(p, n, m, k)
     return call(f"{NAME} planes", launches), dpre, *others, *products
 
 
@@ -201,13 +193,13 @@ def split(p: Problem, lines: int, k: int, turned: bool, row: int) -> Work:
 
 
 def product_of_planes(
-    p: Problem, m: int, k: int, n: int, reads: int = 0, *flags: str
+    p: Problem, m: int, k: int, n: int, *flags: str, reads: bool = False
 ) -> tuple[Work, ...]:
     """The product (m, n) over k of operands that are split, or of which the first is read."""
     config = planes.config_for(m, n, k, units(), reads)
     us = config.microseconds(m, n, k, units()) - planes.START_US
     sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
-    told = f"tile:{config.bn}", *((f"reads:{reads}",) if reads else ()), *flags
+    told = f"tile:{config.bn}", *(("reads",) if reads else ()), *flags
     product = Work(f"{NAME} planes product", us, sizes, told)
     if config.slices == 1:
         return (product,)

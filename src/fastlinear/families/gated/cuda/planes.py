@@ -57,7 +57,7 @@ def reason_not_any(p: Problem) -> str | None:
     return why_not_of(m, k, h) or why_not_of(m, h, n)
 
 
-def _parts(rows: int, *sizes: int) -> list[slice]:
+def parts(rows: int, *sizes: int) -> list[slice]:
     """Rows that are worked on one after the other, of matrices so wide."""
     size = max(sizes)
     each = rows if rows * size <= _AT_ONCE else max(1, _AT_ONCE // (size * _ROWS)) * _ROWS
@@ -79,7 +79,7 @@ def forward(
     kept = empty_pre(x, size, order) if save_pre else None
     y = x.new_empty(m, n)
     made: Split = {}
-    for rows in _parts(m, k, size, n):
+    for rows in parts(m, k, size, n):
         pre = empty_pre(x[rows], size, order) if kept is None else _of_rows(kept, rows)
         _pre_activations(x[rows], weights, biases, pre, made)
         gate, up = split_pre(pre, order)
@@ -134,7 +134,7 @@ def backward(
     wide = (n, size, x.shape[1]) if inner or pre is None else (n, size)
     dx, *others = found
     made: Split = {}
-    for i, rows in enumerate(_parts(m, *wide)):
+    for i, rows in enumerate(parts(m, *wide)):
         at = None if pre is None else _of_rows(pre, rows)
         if at is None and any(needs[:6]):
             at = empty_pre(x[rows], size, order)

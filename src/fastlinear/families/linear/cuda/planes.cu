@@ -8,7 +8,7 @@
 //   C = sum of s_m s_n (sum h h + (sum h l + sum l h) / 2^11);  l l is below what float32 keeps.
 //
 // Where an operand has numbers small beside others of their BK, these have planes of their own, whose
-// scale is s / 2^29. Such a k-tile takes more steps, one for each pair of levels that exists.
+// scale is s / 2^29. Such a k-tile is multiplied more than once, for each pair of levels that exists.
 //
 // Tensor cores truncate while they add, so sums over BK numbers are promoted: scaled and added up in
 // registers, in float32. A block is a producer warpgroup and two consumers, of which each has half a
@@ -28,13 +28,13 @@
 // from the host: BM (128) BN STAGES CLUSTER GROUP_M A_MN B_MN TURNS READS SAVE HAS_BIAS ADDED
 // A_DERIVED B_DERIVED ACT, IS_BF16 0, and the functions wgmma and wgmma_first for accumulators of BN / 2.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
-//   READS: 0 where A comes as planes, else of how many matrices; rows lie along K, and blocks alone.
+//   READS 1: A comes as numbers; its rows lie along K, it is not derived, and blocks are alone.
 //   SAVE 1: `pre` is written beside Y.
 //   ADDED 1: C is added to what Y holds; without bias and activation.
 //   A_DERIVED / B_DERIVED: how the operand is derived; where one is, the activation is its, and none of Y.
 
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2;  // of a plane, or of half a tile of numbers
-constexpr int A_STAGE = (READS ? 2 * READS : 2) * A_BYTES, STAGE_BYTES = A_STAGE + 2 * B_BYTES;
+constexpr int A_STAGE = 2 * A_BYTES, STAGE_BYTES = A_STAGE + 2 * B_BYTES;
 constexpr int TOLD_OFFSET = (BM + BN) * 4;      // behind scales, what a step is
 constexpr int SMALL_OFFSET = TOLD_OFFSET + 16;  // where A is read, which 16 rows have small numbers
 constexpr int SCALES_OFFSET = STAGES * STAGE_BYTES, SCALES_BYTES = SMALL_OFFSET + (READS ? 32 : 0);
@@ -43,7 +43,7 @@ constexpr int SCALES_OFFSET = STAGES * STAGE_BYTES, SCALES_BYTES = SMALL_OFFSET 
 constexpr int BAR_OFFSET = SCALES_OFFSET + 2 * STAGES * SCALES_BYTES;
 constexpr int SPLIT_OFFSET = BAR_OFFSET + 2 * STAGES * 8, DONE_OFFSET = SPLIT_OFFSET + 2 * STAGES * 8;
 constexpr int AGAIN_OFFSET = DONE_OFFSET + 8 * 8;
-constexpr int THREADS = READS ? 640 : 384;  // which share 65536 registers
+constexpr int THREADS = READS ? 640 : 384, REGISTERS = READS ? 96 : 168;  // of each, when it begins
 constexpr int PRODUCER_REGISTERS = READS ? 32 : 40, SPLIT_REGISTERS = BN > 64 ? 72 : 80;
 constexpr int CONSUMER_REGISTERS = READS ? 224 - SPLIT_REGISTERS : 232;
 constexpr int B_PART = (B_MN ? BK : BN) / CLUSTER;  // rows this block loads of B, or of its K
@@ -54,11 +54,13 @@ constexpr bool BOTH = BN <= (READS ? 64 : 128);  // registers hold products of h
 constexpr bool ANY_DERIVED = A_DERIVED != DERIVED_NONE || B_DERIVED != DERIVED_NONE;
 
 static_assert(BM == 128 && BN % 64 == 0 && B_PART % 8 == 0, "BM, BN");
-static_assert(!READS || (!A_MN && CLUSTER == 1), "READS");
-static_assert(!READS || (READS <= 2 && A_DERIVED != DERIVED_GATE_GRADIENT), "READS");
+static_assert(!READS || (!A_MN && CLUSTER == 1 && A_DERIVED == DERIVED_NONE), "READS");
+static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS + 2 * READS * SPLIT_REGISTERS <=
+                  THREADS / 128 * REGISTERS,
+              "who asks for more registers than there are waits for ever");
 
 struct Params {
-  TensorMap a[4], b[4];                  // planes, high first; then of small numbers; or READS matrices
+  TensorMap a[4], b[4];                  // planes, high first; then of small numbers; or the numbers
   const float *a_scales, *b_scales;      // (k-tiles, a_lines), (k-tiles, b_lines)
   const int *a_small, *b_small;          // (k-tiles, lines / 64): whether there are small numbers
   const float* plain[3][2];              // the numbers, or what they are derived from: of A, of B
@@ -205,8 +207,7 @@ __device__ __forceinline__ void fill_planes(const Params& p, u32 base, u32 rank,
     }
 #pragma unroll
     for (int half = 0; half < 2 * READS; ++half)
-      tma_load<1>(to + half * A_BYTES, p.a + half / 2, full, kt * BK + half % 2 * (BK / 2),
-                  row_of(tile, rank));
+      tma_load<1>(to + half * A_BYTES, p.a, full, kt * BK + half * (BK / 2), row_of(tile, rank));
   });
 }
 
@@ -427,6 +428,7 @@ struct Pipe {
       for (int i = 0; i < 4; ++i)
         if (small >> i & 1) mbar_wait(base + AGAIN_OFFSET + (4 * consumer + i) * 8, again >> i & 1);
       again ^= small;
+      __syncwarp();
       multiply_planes(acc, false, true, s, [&] {
         read_scales(s);
         s.put_off(told | A_LEVEL);
@@ -456,16 +458,10 @@ struct Numbers {
       const int r = i / 4, half = i / 2 % 2, four = i % 2 * 4;
       const u32 from = at + half * A_BYTES + (own + 8 * r) * 128 + ((four + lane ^ own) << 4);
       const uint4 x = load_shared128(from);
-      uint4 saved{};
-      if (READS > 1) saved = load_shared128(from + 2 * A_BYTES);
       float* const to = v[r] + i % 4 * 4;
-      to[0] = number(x.x, saved.x), to[1] = number(x.y, saved.y);
-      to[2] = number(x.z, saved.z), to[3] = number(x.w, saved.w);
+      to[0] = __uint_as_float(x.x), to[1] = __uint_as_float(x.y);
+      to[2] = __uint_as_float(x.z), to[3] = __uint_as_float(x.w);
     }
-  }
-
-  static __device__ __forceinline__ float number(u32 x, u32 saved) {
-    return derived(A_DERIVED, __uint_as_float(x), __uint_as_float(saved), 0.0f);
   }
 
   template <class Fact>
@@ -506,6 +502,7 @@ struct Numbers {
   template <int kLevel>
   __device__ __forceinline__ void write() const {
     const u32 lane = lane_id() & 3, own = row();
+    __syncwarp();  // all have read
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float* const x = v[i / 4] + i % 4 * 4;

@@ -5,8 +5,8 @@
 // s is a power of two for each segment: 64 numbers along K of a line, that is of a row, or of a column
 // where K is the dimension of rows. It puts their largest near 2^15. Numbers below s / 2^14 have planes of
 // their own, with a scale of s / 2^29: a number up to 2^58 times smaller than the largest keeps 22 bits.
-// Below that bits are lost: 2^-79 of the largest is the last step. These planes are written for 64
-// segments side by side where one has such a number, and `small` says where.
+// Below that bits are lost: 2^-79 of the largest is the last step. These planes are written for segments
+// side by side, 64 of them or 16, where one has such a number, and `small` says where.
 //
 // Some segments get no planes but zeros, and NO_PLANES in place of s: who multiplies then reads the
 // numbers themselves. They hold an infinity or NaN, or numbers so large or small that sums would leave

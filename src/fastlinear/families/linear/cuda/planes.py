@@ -26,10 +26,12 @@ SPLIT_THREADS = 256
 CAPABILITY = (9, 0)
 PITCH = 8
 """Rows of planes begin at multiples of so many numbers."""
+AT_ONCE = 1 << 27
+"""Numbers of a first operand, whose planes take 1 GiB one way; larger ones are split in parts."""
 _MOST_SLICES = 64
 _MOST = 1 << 30  # of each size: coordinates of tiles are 32-bit
 _MOST_NUMBERS = 1 << 29
-_MOST_COLUMNS, _MOST_READS = 128, 2  # where the first operand is read
+_MOST_COLUMNS = 128  # where the first operand is read
 _HERE = Path(__file__)
 
 
@@ -83,8 +85,8 @@ class Config:
         group_m: row tiles (of 128 * cluster) visited before moving to the next column.
         turns: whether consumers issue their products by turns.
         slices: that K is shared out in.
-        reads: of how many matrices the first operand's numbers are read, and split where they lie
-            in shared memory; 0 where it is split already.
+        reads: whether the first operand comes as numbers, which are split where they lie in shared
+            memory.
     """
 
     bn: int = 192
@@ -93,7 +95,7 @@ class Config:
     group_m: int = 8
     turns: bool = True
     slices: int = 1
-    reads: int = 0
+    reads: bool = False
 
     @property
     def threads(self) -> int:
@@ -103,16 +105,15 @@ class Config:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory."""
-        planes, scales = 2 * self.bn * BK * 2, 2 * ((128 + self.bn) * 4 + 48)
-        first, barriers = 128 * BK * 4 * max(1, self.reads), 4 * 8
-        return self.stages * (first + planes + scales + barriers) + 16 * 8
+        planes, scales = 2 * (128 + self.bn) * BK * 2, 2 * ((128 + self.bn) * 4 + 48)
+        return self.stages * (planes + scales + 4 * 8) + 16 * 8
 
     def invalid(self, k: int) -> str | None:
         """Why this configuration cannot serve products of that depth, or None."""
         if self.bn not in STAGES or self.bn % (8 * self.cluster) or BK % (8 * self.cluster):
             return f"{self.bn} columns of {self.cluster} blocks"
-        if self.reads and (self.bn > _MOST_COLUMNS or self.cluster > 1 or self.reads > _MOST_READS):
-            return f"{self.bn} columns of {self.cluster} blocks beside {self.reads} matrices read"
+        if self.reads and (self.bn > _MOST_COLUMNS or self.cluster > 1):
+            return f"{self.bn} columns of {self.cluster} blocks beside numbers that are read"
         if self.stages < 2 or self.shared_bytes > SHARED_LIMIT:
             return f"{self.shared_bytes} bytes of shared memory with {self.stages} stages"
         if (self.slices - 1) * slice_tiles(k, self.slices) >= ceil(k / BK):
@@ -153,7 +154,7 @@ def source(
         "CLUSTER": config.cluster,
         "GROUP_M": config.group_m,
         "TURNS": int(config.turns),
-        "READS": config.reads,
+        "READS": int(config.reads),
         "A_MN": int(turned[0]),
         "B_MN": int(turned[1]),
         "A_DERIVED": int(derivations[0]),
@@ -187,14 +188,14 @@ def _text(macros: dict[str, str | int], instructions: str, kernel: Path) -> str:
 
 STAGES = {64: 4, 128: 3, 192: 2}
 """Of each width of tiles, as many as shared memory holds."""
-# Microseconds of each of ``terms``, by ``reads``: fitted to 5,061 launches of drawn products on an
+# Microseconds of each of ``terms``, by ``reads``: fitted to 4,723 launches of drawn products on an
 # H200 (``results/nvidia-h200/planes.jsonl.gz``).
 _US = (
     (1.005, 1.823, 1.513, 2.773, 2.342, 3.243, 1.125, 2.373, 1.514),
     (1.663, 0.9506, 1.95, 2.101, 0.0, 0.0, 2.152, 2.559, 1.565),
-    (2.35, 0.9992, 2.682, 1.859, 0.0, 0.0, 1.575, 2.473, 2.239),
 )
-_SPLIT_US = 2.0  # of a million numbers that are split beforehand: each is read, and written
+_SPLIT_US = 2.0  # of a million numbers that are split beforehand
+_LATE = 1.26  # what whole calls drawn at random take where these are read, by a product's own time
 START_US = _US[0][6]
 """Of it what any launch takes."""
 
@@ -204,7 +205,7 @@ def slice_tiles(k: int, slices: int) -> int:
     return ceil(ceil(k / BK) / slices)
 
 
-def candidates(m: int, n: int, k: int, reads: int = 0) -> Iterator[Config]:
+def candidates(m: int, n: int, k: int, reads: bool = False) -> Iterator[Config]:
     """All that a call chooses from; m, n, k: of the product, ``reads`` as Config's."""
     k_tiles = ceil(k / BK)
     counts = {ceil(k_tiles / ceil(k_tiles / s)) for s in range(1, min(k_tiles, _MOST_SLICES) + 1)}
@@ -219,16 +220,16 @@ def candidates(m: int, n: int, k: int, reads: int = 0) -> Iterator[Config]:
 
 
 @cache
-def config_for(m: int, n: int, k: int, units: int, reads: int = 0) -> Config:
+def config_for(m: int, n: int, k: int, units: int, reads: bool = False) -> Config:
     """The configuration that is predicted to take the least time."""
     return min(candidates(m, n, k, reads), key=lambda c: c.microseconds(m, n, k, units))
 
 
 @cache
-def split_late(m: int, n: int, k: int, units: int, reads: int, alone: bool = True) -> bool:
+def split_late(m: int, n: int, k: int, units: int) -> bool:
     """Whether a first operand that can be read is split where it is multiplied: where that is
-    predicted to take less than a split beforehand and a product; ``alone``: that a split beforehand
-    would read it for this product alone."""
-    apart = config_for(m, n, k, units).microseconds(m, n, k, units)
-    split = _SPLIT_US * (1 + reads * alone) / 2 * m * k / 1e6
-    return config_for(m, n, k, units, reads).microseconds(m, n, k, units) < apart + split
+    predicted to take less than a split beforehand and a product."""
+    late, apart = (
+        config_for(m, n, k, units, r).microseconds(m, n, k, units) for r in (True, False)
+    )
+    return _LATE * late < apart + _SPLIT_US * m * k / 1e6

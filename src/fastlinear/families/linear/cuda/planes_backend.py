@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastlinear.families.linear.cuda.planes import Derivation
+from fastlinear.families.linear.cuda.planes import AT_ONCE, Derivation
 from fastlinear.families.linear.cuda.planes_product import empty, is_read, product, sides
 from fastlinear.families.linear.cuda.planes_split import Source, split
 
-# Numbers of a first operand, whose planes take 1 GiB one way; larger ones are split in parts.
-_AT_ONCE = 1 << 27
 _LINES = 128  # of a part a multiple
 
 
 def _parts(lines: int, numbers: int) -> list[slice]:
     """Lines whose planes are made one after the other."""
-    each = max(1, _AT_ONCE * lines // (numbers * _LINES)) * _LINES if numbers > _AT_ONCE else lines
+    each = max(1, AT_ONCE * lines // (numbers * _LINES)) * _LINES if numbers > AT_ONCE else lines
     return [slice(i, min(i + each, lines)) for i in range(0, lines, each)]
 
 
@@ -118,14 +116,11 @@ def backward(
         gradient = Source(dy, derivation=Derivation.GRADIENT, saved=saved, activation=activation)
     by_rows = gradient._replace(by_rows=True), Source(weight, by_columns=True)
     by_columns = gradient._replace(by_columns=for_dw, sums=db), Source(x, by_columns=True)
-    if not for_dx or dy.numel() > _AT_ONCE:
+    if not for_dx or dy.numel() > AT_ONCE:
         dx = _of_rows(*by_rows)[0] if for_dx else None
         return dx, _of_columns(*by_columns) if for_dw or for_db else None, db
-    if is_read(gradient, weight.shape[1], alone=not for_dw):
-        others = by_columns if for_dw else by_columns[:1] if for_db else ()
-        w, *made = split((by_rows[1], *others))
-        dw = product(made[0], made[1])[0] if for_dw else None
-        return product(gradient, w)[0], dw, db
+    if not for_dw and not for_db:
+        return _of_rows(*by_rows)[0], None, None
     if not for_dw:
         first, second = split((by_rows[0]._replace(sums=db), by_rows[1]))
         return product(first, second)[0], None, db

@@ -67,7 +67,7 @@ class _ProductPlan:
                 )
                 block.map(MAP_BYTES * (4 * i + j), of, first + number)
             for j in range(2 + READ):  # scales, small, what is read
-                aligned = j == 0 or (config.reads > 0 and i == 0)
+                aligned = j == 0 or (config.reads and i == 0)
                 block.address(_MAPS + 16 * j + 8 * i, first + 4 + j, 15 if aligned else 1)
             for j, read in enumerate(_source(operand).read):
                 strides = (0, 0) if read is None else _along(read, operand.by_columns)
@@ -112,37 +112,20 @@ def _tensors(operand: Operand) -> tuple[Tensor | None, ...]:
 
 
 def can_be_read(source: Source) -> bool:
-    """Whether ``product`` can split it itself: it is read from two matrices at most, of rows
-    that begin on 16 bytes, do not overlap and lie side by side."""
-    return source.other is None and all(_is_readable(t) for t in source.read if t is not None)
-
-
-def reads_of(operand: Operand) -> int:
-    """Of how many matrices ``product`` splits it; 0 where it is split already."""
-    if isinstance(operand, Planes):
-        return 0
-    return sum(t is not None for t in operand.read)
-
-
-def is_read(source: Source, n: int, alone: bool = True) -> bool:
-    """Whether a call's first operand, by rows, is left to ``product`` to split.
-
-    Args:
-        source: the operand.
-        n: columns of the product.
-        alone: whether no other product needs it split, which would read it anyway.
-    """
-    if not can_be_read(source):
-        return False
-    m, k = source.numbers.shape
-    units = _units(source.numbers.device.index)
-    return split_late(m, n, k, units, reads_of(source), alone)
-
-
-def _is_readable(t: Tensor) -> bool:
+    """Whether ``product`` can split it itself: it is no derivation, and its rows begin on 16 bytes,
+    do not overlap and lie side by side."""
+    t = source.numbers
     across, along = t.stride()
     apart = across % 4 == 0 and across >= t.shape[1]
-    return along == 1 and apart and t.data_ptr() % 16 == 0
+    plain = source.derivation is Derivation.NONE
+    return plain and along == 1 and apart and t.data_ptr() % 16 == 0
+
+
+def is_read(source: Source, n: int) -> bool:
+    """Whether a call's first operand, by rows, is left to ``product`` to split; ``n``: columns of
+    the product."""
+    m, k = source.numbers.shape
+    return can_be_read(source) and split_late(m, n, k, _units(source.numbers.device.index))
 
 
 def _along(t: Tensor, by_columns: bool) -> tuple[int, int]:
@@ -199,7 +182,7 @@ def product(
     assert not isinstance(a, Source) or (can_be_read(a) and not a.by_columns and a.sums is None)
     first, second = _source(a), b.source
     device = b.high.device.index
-    reads = reads_of(a)
+    reads = isinstance(a, Source)
     config = config or config_for(m, n, k, _units(device), reads)
     assert config.reads == reads, "the configuration is for other operands"
     if (why := config.invalid(k)) is not None:
