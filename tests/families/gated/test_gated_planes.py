@@ -182,7 +182,7 @@ def test_what_it_does_not_serve() -> None:
         piece: str = "forward", sizes: tuple[int, ...] = (32, 64, 48, 24), **how: Any
     ) -> Any:
         given: Any = {"dtype": "float32", "device": "cuda", "precision": "highest", **how}
-        return planes.reason_not_any(problem(piece, *sizes, **given))
+        return planes.reason_not(problem(piece, *sizes, **given))
 
     assert reason() is None
     assert reason("backward", order="gate_up", w="strided") is None

@@ -23,6 +23,7 @@ from fastlinear.dispatch.backend import (
     deferred,
     register_family,
     why_no_gpu,
+    why_no_hopper,
     widened_backends,
 )
 from fastlinear.dispatch.drawn import Draw
@@ -70,6 +71,10 @@ def _reason_not_triton(fused: bool) -> Callable[[Problem], str | None]:
         return config.reason_not(*sizes, FLOAT_DTYPES[p.dtype], capability, fused)
 
     return reason_not
+
+
+def _reason_not_planes(p: Problem) -> str | None:
+    return why_no_hopper(p) or planes.reason_not(p)
 
 
 def _why_not_deep(p: Problem) -> str | None:
@@ -231,7 +236,7 @@ FAMILY = register_family(
             ),
             *(
                 Backend(
-                    *(NAME, p, "planes", f"{_HERE}.cuda.planes:{p}", planes.reason_not),
+                    *(NAME, p, "planes", f"{_HERE}.cuda.planes:{p}", _reason_not_planes),
                     _PLANES_SOURCES,
                 )
                 for p in PIECES

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import why_no_hopper
 from fastlinear.families.gated.problem import has_down
 from fastlinear.families.gated.stacking import (
     Biases,
@@ -39,12 +38,7 @@ Split = dict[tuple[str, bool], Planes]
 
 
 def reason_not(p: Problem) -> str | None:
-    """Why this backend cannot serve a Problem, or None."""
-    return why_no_hopper(p) or reason_not_any(p)
-
-
-def reason_not_any(p: Problem) -> str | None:
-    """The same, whatever the device is."""
+    """Why this backend cannot serve a Problem, whatever the device is, or None."""
     if p.dtype != "float32" or p.precision != "highest":
         return "for float32 of full precision only"
     if not has_down(p):
