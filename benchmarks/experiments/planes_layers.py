@@ -1,0 +1,152 @@
+"""Layers and gated MLPs in float32 by planes, on a Hopper:
+``python -m benchmarks.experiments.planes_layers --out FILE``.
+
+One run times PyTorch's own operations, the launches that split, and calls that split x beforehand
+or where it is multiplied, each in a CUDA graph that rotates over inputs. A row is one case, with
+the microseconds of each way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import fastlinear as fl
+from benchmarks.experiments.configurations.kind import turns
+from fastlinear.calibration.measure import device_us
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.families.linear import backends as _of_layers  # noqa: F401 - registers them
+from fastlinear.families.linear.cuda import planes_backend, planes_product
+from fastlinear.families.linear.cuda.planes_split import Source, split
+from fastlinear.fastpath import lookup
+
+Layer = tuple[int, int, int]
+"""Rows, features before and after."""
+LAYERS: tuple[Layer, ...] = (
+    (65536, 256, 256),
+    (65536, 64, 256),
+    (65536, 256, 64),
+    (131072, 128, 128),
+    (16384, 256, 256),
+    (8192, 512, 512),
+    (1024, 1024, 1024),
+    (8192, 4096, 4096),
+    (16384, 1024, 4096),
+)
+GATES: tuple[Layer, ...] = (
+    (4096, 4096, 4096),
+    (4096, 1024, 4096),
+    (8192, 768, 2048),
+    (512, 512, 1408),
+)
+"""Tokens, features and hidden features."""
+GATE_BACKENDS = ("eager", "elementwise", "planes")
+_ALL = (True, True, True)
+Row = dict[str, Any]
+Time = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], float | None]
+
+
+def layer(size: Layer, place: torch.device, time: Time) -> Row:
+    """A layer with gelu and a bias: forward, with what the backward needs, and backward."""
+    m, k, n = size
+    sets = [_layer_inputs(size, place) for _ in range(turns(m * (k + 2 * n), torch.float32))]
+    gelu, derivative = torch.nn.functional.gelu, torch.ops.aten.gelu_backward
+
+    def eager_backward(x: Tensor, w: Tensor, b: Tensor, dy: Tensor, pre: Tensor) -> Any:
+        d = derivative(dy, pre)
+        return d @ w, d.t() @ x, d.sum(0)
+
+    def both(x: Tensor, w: Tensor, *_: Tensor) -> Any:
+        return split((Source(x, by_rows=True), Source(w, by_rows=True)))
+
+    us = {
+        "eager": time(lambda x, w, b, *_: gelu(torch.nn.functional.linear(x, w, b)), sets),
+        "eager backward": time(eager_backward, sets),
+        "splits": time(both, sets),
+    }
+    for name, late in (("split", False), ("read", True)):
+        with mock.patch.object(planes_backend, "is_read", _of(late)):
+            for kept in (False, True):
+                us[f"{name} forward{' kept' * kept}"] = time(
+                    lambda x, w, b, dy, pre, kept=kept: planes_backend.forward(
+                        x, w, b, "gelu", kept
+                    ),
+                    sets,
+                )
+            us[f"{name} dx"] = time(lambda x, w, b, dy, pre: planes_backend.grad_input(dy, w), sets)
+    us["backward"] = time(
+        lambda x, w, b, dy, pre: planes_backend.backward(dy, pre, x, w, "gelu", _ALL), sets
+    )
+    return {"case": "layer", "M": m, "K": k, "N": n, "us": us}
+
+
+def _layer_inputs(size: Layer, place: torch.device) -> tuple[Tensor, ...]:
+    m, k, n = size
+    shapes = (m, k), (n, k), (n,), (m, n), (m, n)
+    return tuple(torch.randn(shape, device=place) for shape in shapes)
+
+
+def _of(late: bool) -> Callable[[Source, int], bool]:
+    return lambda source, _: late and planes_product.can_be_read(source)
+
+
+def gate(size: Layer, place: torch.device, time: Time) -> Row:
+    """A gated MLP with silu, by name of the backend: forward, and with gradients."""
+    m, k, h = size
+    x, dy = (torch.randn(m, k, device=place) for _ in range(2))
+    weights = [torch.randn(s, device=place) * s[1] ** -0.5 for s in ((h, k), (h, k), (k, h))]
+    leaves = [t.requires_grad_() for t in (x, *weights)]
+
+    def call(name: str) -> Tensor:
+        return fl.gated_mlp(*leaves, activation="silu", backend=name)
+
+    us = {}
+    for name in GATE_BACKENDS:
+        with torch.no_grad():
+            us[name] = time(lambda name=name: call(name), [()])
+        us[f"{name} with gradients"] = time(
+            lambda name=name: torch.autograd.grad(call(name), leaves, dy), [()]
+        )
+    return {"case": "gated", "M": m, "K": k, "H": h, "us": us}
+
+
+def rows(place: torch.device, time: Time) -> Iterator[Row]:
+    """All cases."""
+    for size in LAYERS:
+        with torch.no_grad():
+            yield layer(size, place, time)
+    for size in GATES:
+        yield gate(size, place, time)
+
+
+def main() -> None:
+    """Time all cases, and write a line of each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="rows, JSON lines")
+    given = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise UnsupportedError(
+            "benchmarks.experiments.planes_layers",
+            "a Hopper (compute capability 9.0)",
+            "another device, or none that torch sees",
+            "Run it on an H100 or H200.",
+        )
+    lookup.wait(lookup.PATIENCE_S)  # launches begin early by it
+    place = torch.device("cuda")
+    torch.manual_seed(0)
+    with given.out.open("w") as file:
+        for row in rows(place, lambda run, sets: device_us(run, sets, place)):
+            print(row["case"], *(row[s] for s in "MKNH" if s in row), row["us"], flush=True)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()
