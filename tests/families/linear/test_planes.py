@@ -214,6 +214,19 @@ def test_numbers_that_are_read(m: int, k: int, n: int, config: Config) -> None:
         near(ours, x @ weight.t(), x.double() @ weight.double().t())
 
 
+@pytest.mark.parametrize("config", _DIRECT, ids=str)
+def test_small_numbers_that_are_read_count_once(config: Config) -> None:
+    """Of some rows, beside large ones whose weights are 0."""
+    x, weight = values(140, 132), values(70, 132, seed=1)
+    weight[:, ::2] = 0
+    x[20:30, 1::2] *= 2.0**-35
+    x[77:, 1::2] *= 2.0**-40
+    near(multiply(x, weight, config), x @ weight.t(), x.double() @ weight.double().t())
+    rows = slice(77, 140)
+    ours, theirs = multiply(x, weight, config)[rows], (x @ weight.t())[rows]
+    near(ours, theirs, x[rows].double() @ weight.double().t())
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 2.0**60])
 @pytest.mark.parametrize("which", ["a", "b", "both"])
 def test_any_numbers_that_are_read(which: str, value: float) -> None:
