@@ -22,7 +22,6 @@ import fastlinear as fl
 from benchmarks.experiments.configurations.kind import turns
 from fastlinear.calibration.measure import device_us
 from fastlinear.core.errors import UnsupportedError
-from fastlinear.families.linear import backends as _of_layers  # noqa: F401 - registers them
 from fastlinear.families.linear.cuda import planes_backend, planes_product
 from fastlinear.families.linear.cuda.planes_split import Source, split
 from fastlinear.fastpath import lookup

@@ -122,7 +122,7 @@ def test_any_layout() -> None:
 def test_rows_in_parts(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planes, "_AT_ONCE", 128 * 40)
     given = drawn((300, 20), order)
-    assert len(planes.parts(300, 20, 40)) == 3
+    assert len(planes.row_parts(300, 20, 40)) == 3
     check(given, order)
     check(given, order, needs=(False, True, False, True, True, True, True), formed_again=True)
 

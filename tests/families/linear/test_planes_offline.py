@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from benchmarks.experiments.configurations.planes import KIND
 from benchmarks.experiments.configurations.rows import mean, read, regrets
+from fastlinear.dispatch.prices import of_device
 from fastlinear.families.linear.cuda import planes
 from fastlinear.families.linear.cuda.planes import STAGES, Config, Derivation
 from fastlinear.kernels.cuda.hopper import ARCH
@@ -66,6 +68,11 @@ def test_products_that_read_numbers_stay_in_registers() -> None:
     for config in planes.candidates(8192, 256, 64, reads=True):
         for activation in ("gelu", "sine"):
             assert _frame(config, activation, has_bias=True, save_pre=True) <= 8
+
+
+def test_late_splits_are_chosen_by_what_is_priced() -> None:
+    price = of_device("nvidia-hopper").by_kind["float32 linear_act planes product"]  # type: ignore[union-attr]
+    assert math.exp(price.flags["reads"]) == pytest.approx(planes._LATE, rel=0.03)
 
 
 def test_calls_are_split_late_where_that_was_faster() -> None:

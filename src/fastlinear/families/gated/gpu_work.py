@@ -100,7 +100,7 @@ def _backward(p: Problem, backend: str) -> tuple[Work, ...]:
 def _planes_parts(p: Problem) -> Iterator[tuple[int, tuple[str, ...]]]:
     """How many rows are worked on at once, and flags of what later ones are added to."""
     m, *wide = _sizes(p)
-    for i, rows in enumerate(planes.parts(m, *wide)):
+    for i, rows in enumerate(planes.row_parts(m, *wide)):
         yield rows.stop - rows.start, ("added",) if i else ()
 
 
@@ -113,7 +113,7 @@ def _planes_pre_activations(p: Problem, m: int) -> tuple[Work, ...]:
     return call(_PLANES, 1 + times), _split_x(p, m, k, x == "t"), *products
 
 
-def _planes_of_firsts(p: Problem) -> tuple[Work, ...]:
+def _split_firsts(p: Problem) -> tuple[Work, ...]:
     _, k, h, _ = _sizes(p)
     _, w, _ = _layouts(p)
     rows, times = _stacked(p, h)
@@ -128,7 +128,7 @@ def _planes_forward(p: Problem) -> tuple[Work, ...]:
     """Both operands of each product split, weights once, and h where it is derived."""
     _, _, h, n = _sizes(p)
     _, w, _ = _layouts(p)
-    found = *_planes_of_firsts(p), linear.split(p, n, h, w == "n", h)
+    found = *_split_firsts(p), linear.split(p, n, h, w == "n", h)
     for m, _ in _planes_parts(p):
         derived = Work(
             *(f"{_PLANES} split", bytes_us(p, 3 * m * h), {"numbers": m * h}, ("derived",)),
@@ -147,7 +147,7 @@ def _planes_backward(p: Problem) -> tuple[Work, ...]:
     again = p.option("recompute") == "yes"
     sums = 3 if p.option("bias") == "yes" else 0
     weights = 2 * (linear.split(p, k, h, w == "t", k),)
-    found = linear.split(p, h, n, w == "t", h), *weights, *(_planes_of_firsts(p) if again else ())
+    found = linear.split(p, h, n, w == "t", h), *weights, *(_split_firsts(p) if again else ())
     for m, added in _planes_parts(p):
         dy = Work(f"{_PLANES} split both ways", bytes_us(p, 3 * m * n), {"numbers": m * n})
         derived = Work(

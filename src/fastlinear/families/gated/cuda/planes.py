@@ -23,13 +23,12 @@ from fastlinear.families.gated.stacking import (
     split_pre,
     split_weights,
 )
-from fastlinear.families.linear.cuda.planes import Derivation, why_not_of
+from fastlinear.families.linear.cuda.planes import Derivation, parts, why_not_of
 from fastlinear.families.linear.cuda.planes_product import product
 from fastlinear.families.linear.cuda.planes_split import Planes, Source, split
 
 # Numbers of the widest matrix of a part of the rows: planes of five exist at once, of 8 bytes.
 _AT_ONCE = 1 << 25
-_ROWS = 128  # of a part a multiple
 _WEIGHTS = ("first", "second", "gate", "up", "down")
 _LEAST = 8  # products in a sum, of which each has 22 bits
 
@@ -51,11 +50,9 @@ def reason_not(p: Problem) -> str | None:
     return why_not_of(m, k, h) or why_not_of(m, h, n)
 
 
-def parts(rows: int, *sizes: int) -> list[slice]:
+def row_parts(rows: int, *widths: int) -> list[slice]:
     """Rows that are worked on one after the other, of matrices so wide."""
-    size = max(sizes)
-    each = rows if rows * size <= _AT_ONCE else max(1, _AT_ONCE // (size * _ROWS)) * _ROWS
-    return [slice(i, min(i + each, rows)) for i in range(0, rows, each)]
+    return parts(rows, max(widths), _AT_ONCE)
 
 
 def _of_rows(pre: Pre, rows: slice) -> Pre:
@@ -73,7 +70,7 @@ def forward(
     kept = empty_pre(x, size, order) if save_pre else None
     y = x.new_empty(m, n)
     made: Split = {}
-    for rows in parts(m, k, size, n):
+    for rows in row_parts(m, k, size, n):
         pre = empty_pre(x[rows], size, order) if kept is None else _of_rows(kept, rows)
         _pre_activations(x[rows], weights, biases, pre, made)
         gate, up = split_pre(pre, order)
@@ -128,7 +125,7 @@ def backward(
     wide = (n, size, x.shape[1]) if inner or pre is None else (n, size)
     dx, *others = found
     made: Split = {}
-    for i, rows in enumerate(parts(m, *wide)):
+    for i, rows in enumerate(row_parts(m, *wide)):
         at = None if pre is None else _of_rows(pre, rows)
         if at is None and any(needs[:6]):
             at = empty_pre(x[rows], size, order)

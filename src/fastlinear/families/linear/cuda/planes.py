@@ -28,6 +28,7 @@ PITCH = 8
 """Rows of planes begin at multiples of so many numbers."""
 AT_ONCE = 1 << 27
 """Numbers of a first operand, whose planes take 1 GiB one way; larger ones are split in parts."""
+_LINES = 128  # of a part a multiple
 _MOST_SLICES = 64
 _MOST = 1 << 30  # of each size: coordinates of tiles are 32-bit
 _MOST_NUMBERS = 1 << 29
@@ -54,6 +55,15 @@ def why_not_of(m: int, k: int, n: int) -> str | None:
     if max(rows * pitch(row) for rows, row in each) > _MOST_NUMBERS:
         return "x, weight and y may have 2^29 elements each, rows of eight: planes are copies"
     return None
+
+
+def parts(lines: int, width: int, at_once: int) -> list[slice]:
+    """Lines of so many numbers each, of a matrix whose planes are made in parts where it holds more
+    numbers than ``at_once``."""
+    each = lines
+    if lines * width > at_once:
+        each = max(1, at_once // (width * _LINES)) * _LINES
+    return [slice(i, min(i + each, lines)) for i in range(0, lines, each)]
 
 
 def pitch(row: int) -> int:
@@ -194,10 +204,14 @@ _US = (
     (1.005, 1.823, 1.513, 2.773, 2.342, 3.243, 1.125, 2.373, 1.514),
     (1.663, 0.9506, 1.95, 2.101, 0.0, 0.0, 2.152, 2.559, 1.565),
 )
-_SPLIT_US = 2.0  # of a million numbers that are split beforehand
-_LATE = 1.26  # what whole calls drawn at random take where these are read, by a product's own time
 START_US = _US[0][6]
 """Of it what any launch takes."""
+# Of a million numbers that are split beforehand: 65,536 rows of 256 take 36.2 us, of which any
+# launch takes 2.4 (``planes-layers.jsonl``).
+_SPLIT_US = 2.0
+_LATE = 1.26
+"""What whole calls take where numbers are read, by what their product takes alone: of drawn calls,
+the flag ``reads`` of its price."""
 
 
 def slice_tiles(k: int, slices: int) -> int:

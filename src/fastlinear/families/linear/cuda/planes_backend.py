@@ -8,17 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastlinear.families.linear.cuda.planes import AT_ONCE, Derivation
+from fastlinear.families.linear.cuda.planes import AT_ONCE, Derivation, parts
 from fastlinear.families.linear.cuda.planes_product import empty, is_read, product, sides
 from fastlinear.families.linear.cuda.planes_split import Source, split
-
-_LINES = 128  # of a part a multiple
-
-
-def _parts(lines: int, numbers: int) -> list[slice]:
-    """Lines whose planes are made one after the other."""
-    each = max(1, AT_ONCE * lines // (numbers * _LINES)) * _LINES if numbers > AT_ONCE else lines
-    return [slice(i, min(i + each, lines)) for i in range(0, lines, each)]
 
 
 def _lines(source: Source) -> int:
@@ -32,13 +24,14 @@ def _of_rows(
     if is_read(a, _lines(b)):
         (second,) = split((b,))
         return product(a._replace(by_rows=False), second, bias, activation, save)
-    parts = _parts(len(a.numbers), a.numbers.numel())
-    if len(parts) == 1:
+    lines, width = a.numbers.shape
+    each = parts(lines, width, AT_ONCE)
+    if len(each) == 1:
         first, second = split((a, b))
         return product(first, second, bias, activation, save)
     (second,) = split((b,))
     y, pre = empty(a.numbers, len(a.numbers), sides(second)[0], save)
-    for rows in parts:
+    for rows in each:
         (first,) = split((a.rows(rows),))
         into = y[rows], None if pre is None else pre[rows]
         product(first, second, bias, activation, save, into=into)
@@ -47,15 +40,15 @@ def _of_rows(
 
 def _of_columns(a: Source, b: Source) -> Tensor | None:
     """``product`` of A by columns, in parts where it is large; None where it is but summed."""
-    columns = a.numbers.shape[1]
-    parts = _parts(columns, a.numbers.numel())
+    rows, columns = a.numbers.shape
+    each = parts(columns, rows, AT_ONCE)
     others = (b,) if a.by_columns else ()
-    if len(parts) == 1:
+    if len(each) == 1:
         made = split((a, *others))
         return product(made[0], made[1])[0] if made else None
     dw = a.numbers.new_empty(columns, b.numbers.shape[1]) if others else None
     seconds = split(others) if others else []
-    for part in parts:
+    for part in each:
         for first, second in zip(split((a.columns(part),)), seconds, strict=True):
             product(first, second, into=(dw[part], None))  # type: ignore[index]
     return dw
@@ -116,11 +109,9 @@ def backward(
         gradient = Source(dy, derivation=Derivation.GRADIENT, saved=saved, activation=activation)
     by_rows = gradient._replace(by_rows=True), Source(weight, by_columns=True)
     by_columns = gradient._replace(by_columns=for_dw, sums=db), Source(x, by_columns=True)
-    if not for_dx or dy.numel() > AT_ONCE:
+    if not (for_dx and (for_dw or for_db)) or dy.numel() > AT_ONCE:
         dx = _of_rows(*by_rows)[0] if for_dx else None
         return dx, _of_columns(*by_columns) if for_dw or for_db else None, db
-    if not for_dw and not for_db:
-        return _of_rows(*by_rows)[0], None, None
     if not for_dw:
         first, second = split((by_rows[0]._replace(sums=db), by_rows[1]))
         return product(first, second)[0], None, db

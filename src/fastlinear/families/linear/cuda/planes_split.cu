@@ -4,7 +4,7 @@
 // columns, or both ways. A matrix may be derived from others, with the activation ACT (planes.h).
 // Sums over rows, a bias' gradient, are those of 64 rows here, of all in planes_bias.
 //
-// hopper_words.h, with IS_BF16 0, activations/cuda.h and planes.h come before this file.
+// hopper_words.h, with IS_BF16 0, activations/cuda.h, hopper_async.h and planes.h come before this file.
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, FOURS = SEGMENT / 4;
 
@@ -111,6 +111,7 @@ __device__ __forceinline__ Fact of_row(float4 v) {
 // Of a thread's columns in its warp's rows, for other warps to read.
 template <class Fact>
 __device__ __forceinline__ void tell_columns(uint2 (&told)[SEGMENT], const float4 (&v)[4]) {
+  const int lane = threadIdx.x % 32;
   Fact columns[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -120,7 +121,7 @@ __device__ __forceinline__ void tell_columns(uint2 (&told)[SEGMENT], const float
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     columns[i].add_across(FOURS);
-    if (lane_id() < FOURS) reinterpret_cast<Fact*>(told)[4 * lane_id() + i] = columns[i];
+    if (lane < FOURS) reinterpret_cast<Fact*>(told)[4 * lane + i] = columns[i];
   }
 }
 
