@@ -198,6 +198,8 @@ def fused(
     return Work(f"{name} pass", us, sizes, (*flags, *rows_at(p, row)), (activation,))
 
 
+EPILOGUE = " epilogue"
+"""How the name of what comes after a product ends."""
 _TORCH = ("torch", "eager", "addcmul", "baddbmm", "loop", "conv", "cublaslt")
 
 
@@ -207,7 +209,7 @@ def hosts(p: Problem, backend: str, works: Iterable[Work]) -> tuple[Work, ...]:
     PyTorch's ops are called from Python, or by autograd. Ours are recorded, and run without Python;
     so are both in a node of autograd.
     """
-    calls = [w for w in works if w.kind.endswith(CALL)]
+    calls = [w for w in works if w.kind.endswith(CALL) and not _in_another(w)]
     launches = sum(w.units for w in calls)
     if p.piece == STEP or (backend in _TORCH and not p.needs_grad):
         name = f"{p.family} {'autograd' if p.piece == STEP else 'eager'}"
@@ -215,6 +217,13 @@ def hosts(p: Problem, backend: str, works: Iterable[Work]) -> tuple[Work, ...]:
     ops = sum(w.units for w in calls if not set(w.kind.split()).isdisjoint(_TORCH))
     counted = (("recorded", 1.0), ("recorded op", ops), ("recorded launch", launches - ops))
     return tuple(host(name, times) for name, times in counted if times)
+
+
+def _in_another(call: Work) -> bool:
+    """Whether no launch of its own does it: epilogues of ours; PyTorch's of a bias alone."""
+    return call.kind.endswith(EPILOGUE + CALL) and (
+        "eager" not in call.kind.split() or "none" in call.flags
+    )
 
 
 def on_device(works: Iterable[Work]) -> tuple[Work, ...]:

@@ -103,7 +103,11 @@ def _why_not_three_tf32(p: Problem) -> str | None:
 
 
 def _reason_not_padded(p: Problem) -> str | None:
-    return _reason_not_gpu(p) or padded_problem.reason_not(p)
+    why = _reason_not_gpu(p)
+    if why is not None:
+        return why
+    odd_rows = padded_problem.writes_odd_rows(p, torch.cuda.get_device_capability())
+    return padded_problem.reason_not(p, odd_rows)
 
 
 def _reason_not_cuda(p: Problem) -> str | None:

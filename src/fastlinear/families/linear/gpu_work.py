@@ -9,6 +9,7 @@ import torch
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.roofline import (
+    EPILOGUE,
     FEW_ROWS,
     LARGE,
     LIBRARY,
@@ -77,8 +78,11 @@ def _chosen(p: Problem, pieces: tuple[str, ...]) -> tuple[Work, ...]:
 
 def _part(p: Problem, piece: str, backend: str) -> tuple[Work, ...]:
     """A part of the padded backward, whose derivative is Triton's."""
-    by = "triton" if backend == "padded" and piece == "grad_pre" else backend
-    return inner(p.with_piece(piece), by)
+    if backend != "padded":
+        return inner(p.with_piece(piece), backend)
+    if piece == "grad_pre":
+        return inner(p.with_piece(piece), "triton")
+    return inner(p.with_piece(piece), backend, derived=True)
 
 
 def _in_one_launch(p: Problem) -> tuple[Work, ...]:
@@ -92,8 +96,12 @@ def _in_one_launch(p: Problem) -> tuple[Work, ...]:
     return call(name), product
 
 
-def inner(p: Problem, backend: str) -> tuple[Work, ...]:
-    """A backend's work on the device in one piece."""
+def inner(p: Problem, backend: str, *, derived: bool = False) -> tuple[Work, ...]:
+    """A backend's work on the device in one piece.
+
+    Args:
+        derived: whether dpre is at hand as ``padded`` wants it.
+    """
     m, k, n = _sizes(p)
     x, w = _layouts(p)
     activation = p.option("activation")
@@ -117,21 +125,23 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
     else:
         found = tiled(kind, p, *sizes, layout, tiles=_TILES[backend])
     if backend == "padded":
-        numbers = _copied(p, m, k, n)
-        copies = Work(f"{kind} copies", bytes_us(p, 2 * numbers), {"numbers": numbers})
-        found += call(f"{kind} copy"), copies
+        found += _copies(kind, p, derived)
     if p.piece != "forward" or plain:
         return found
     kept = ("kept",) if p.needs_grad and activation != "none" else ()
-    return (*found, *swept(f"{NAME} {backend} epilogue", p, m, n, activation, *bias, *kept))
+    return (*found, *swept(f"{NAME} {backend}{EPILOGUE}", p, m, n, activation, *bias, *kept))
 
 
-def _copied(p: Problem, m: int, k: int, n: int) -> int:
-    """Numbers that ``padded`` copies."""
-    apart = padded_problem.apart(p)
-    if not padded_problem.aligned(p):
-        return m * k + k * n + m * n
-    return m * k * ("x" in apart) + k * n * ("w" in apart)
+def _copies(kind: str, p: Problem, derived: bool) -> tuple[Work, ...]:
+    """What ``padded`` copies before its product, and what it cuts off after."""
+    odd_rows = padded_problem.writes_odd_rows(p, capability())
+    numbers = [n for n in padded_problem.copied(p, odd_rows, derived) if n]
+    if not numbers:
+        return ()
+    turned = ("turned",) * (p.piece != "grad_input" and p.option("x") == "strided")
+    total = sum(numbers)
+    copies = Work(f"{kind} copies", bytes_us(p, 2 * total), {"numbers": total}, turned)
+    return call(f"{kind} copy", len(numbers)), copies
 
 
 def _few_rows(kind: str, p: Problem, m: int, k: int, n: int) -> tuple[Work, ...]:
@@ -244,13 +254,20 @@ def _triton(kind: str, p: Problem, sizes: tuple[int, int, int], layout: str) -> 
         c = single_config.config_for(rows, depth, columns, chip, aligned, layout == "nt")
         launched = c.block_r, c.block_c, c.splits
         plain = config.dot_precision(depth, rows, columns) == "ieee"
-        return tiled(kind, p, *sizes, layout, tiles=OURS, launched=launched, plain=plain)
+        made = tiled(kind, p, *sizes, layout, tiles=OURS, launched=launched, plain=plain)
+        return (*made, *_sum(kind, c.splits))
     wide = aligned or inner[0] % 16 == 0, aligned or inner[1] % 16 == 0
     c = product_config.config_for(*sizes, dtype, chip, aligned, wide)
     us = product_config.microseconds(c, *sizes, wide, units())
     told = {"m": rows, "k": depth, "n": columns, "mkn": rows * depth * columns}
     ways = (layout,) if layout != "nt" else ()
-    return call(kind), Work(f"{kind} product", us - product_config.START_US, told, ways)
+    product = Work(f"{kind} product", us - product_config.START_US, told, ways)
+    return call(kind), product, *_sum(kind, c.splits)
+
+
+def _sum(kind: str, splits: int) -> tuple[Work, ...]:
+    """The launch that adds up what was multiplied in parts of the depth."""
+    return (call(f"{kind} sum"),) if splits > 1 else ()
 
 
 def _dtype(p: Problem) -> torch.dtype:

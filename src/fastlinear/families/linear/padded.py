@@ -42,13 +42,11 @@ def forward(
         return gemm.forward(
             aligned_copy(x)[:, :k], aligned_copy(weight)[:, :k], bias, activation, save_pre
         )
-    rows, turned = aligned_copy(x), aligned_copy(weight, padded_size(n))
-    wide = bias
+    rows, wide_weight, wide = aligned_copy(x), _wide(weight), bias
     if bias is not None and n % MULTIPLE:
-        wide = bias.new_zeros(turned.shape[0])
-        wide[:n].copy_(bias)
+        wide = aligned_copy(bias[None])[0]
     run = _run("forward", x, weight, activation, bias is not None, save_pre)
-    y, pre = run(rows, turned, wide, activation, save_pre)
+    y, pre = run(rows, wide_weight, wide, activation, save_pre)
     return _cut(y, n), None if pre is None else _cut(pre, n)
 
 
@@ -94,7 +92,19 @@ def _grad_input(wide: Tensor, dpre: Tensor, weight: Tensor) -> Tensor:
         dx, _ = gemm.gemm(wide[:, :n], aligned_copy(weight)[:, :k].t())
         return dx
     run = _run("grad_input", dpre, weight, "none", True, True)
-    return _cut(run(wide, aligned_copy(weight, padded_size(n))), k)
+    return _cut(run(wide, _wide(weight)), k)
+
+
+def _wide(weight: Tensor) -> Tensor:
+    """A weight with zeros up to multiples both ways, in rows or in columns as it lies."""
+    n, k = weight.shape
+    if _lies_turned(weight):
+        return aligned_copy(weight.t(), padded_size(k)).t()
+    return aligned_copy(weight, padded_size(n))
+
+
+def _lies_turned(weight: Tensor) -> bool:
+    return weight.stride(0) == 1 < weight.stride(1)
 
 
 def _grad_weight(wide: Tensor, dpre: Tensor, x: Tensor) -> Tensor:
@@ -162,13 +172,14 @@ def _run(
     """What dispatch takes for the aligned product."""
     captured = is_captured(a)
     precision = matmul_precision(a.dtype)
-    key = (piece, a.shape, b.shape, a.dtype, a.device, activation, bias, needs_grad)
+    w = "kn" if piece != "grad_weight" and _lies_turned(b) else "nk"
+    key = (piece, a.shape, b.shape, a.dtype, a.device, activation, bias, needs_grad, w)
     run = _chosen.get((key, captured, precision))
     if run is None:
         if len(_chosen) >= _MOST_CHOSEN:
             _chosen.clear()
         with torch.cuda.device(a.device if a.is_cuda else -1):
-            p = _aligned(piece, a, b, activation, bias, needs_grad, captured, precision)
+            p = _aligned(piece, a, b, activation, bias, needs_grad, w, captured, precision)
             run = _chosen[key, captured, precision] = select(p).load()
     return run
 
@@ -180,6 +191,7 @@ def _aligned(
     activation: str,
     bias: bool,
     needs_grad: bool,
+    w_layout: str,
     captured: bool,
     precision: str,
 ) -> Problem:
@@ -195,6 +207,7 @@ def _aligned(
         activation=activation,
         bias=bias,
         needs_grad=needs_grad,
+        w_layout=w_layout,
         precision=precision,
         captured=captured,
     )

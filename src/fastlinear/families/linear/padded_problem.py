@@ -1,13 +1,14 @@
-"""Which Problems the backend ``padded`` serves."""
+"""Which Problems the backend ``padded`` serves, and what it copies for them."""
 
 from __future__ import annotations
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.problem import Problem
 from fastlinear.families.linear.problem import WHOLE_BACKWARD
 
-_READ = {"forward": "xw", "grad_input": "w", "grad_weight": "x", WHOLE_BACKWARD: "xw"}
 MULTIPLE = 16  # elements: what kernels' pointers and tensor maps want of a row's length
 _LARGEST_ELEMENTS = 1 << 28  # of a copy
+_UNREADABLE = ("strided", "rows_odd")
 
 
 def padded_size(size: int) -> int:
@@ -20,25 +21,45 @@ def row_length(size: int, itemsize: int) -> int:
     return padded_size(size) if size * itemsize % 16 else size
 
 
-def aligned(p: Problem) -> bool:
-    """Whether rows of K and of N features begin at multiples of 16 elements."""
-    return p.dim("K") % MULTIPLE == 0 and p.dim("N") % MULTIPLE == 0
+def writes_odd_rows(p: Problem, capability: tuple[int, int]) -> bool:
+    """Whether products of copies write rows of any length themselves."""
+    return p.dtype in ("bfloat16", "float16") and capability == (9, 0)
 
 
-def apart(p: Problem) -> tuple[str, ...]:
-    """Which of "x" and "w" a piece reads whose numbers do not lie in rows that can be loaded."""
-    odd = ("strided", "rows_odd")
-    return tuple(name for name in _READ[p.piece] if p.option(name) in odd)
+def copied(p: Problem, odd_rows: bool, derived: bool = False) -> tuple[int, ...]:
+    """How many numbers each copy of a piece takes, before its product and after it.
+
+    Args:
+        odd_rows: see ``writes_odd_rows``.
+        derived: whether dpre is at hand as a copy.
+    """
+    if p.piece == WHOLE_BACKWARD:
+        pieces = map(p.with_piece, ("grad_input", "grad_weight"))
+        return tuple(n for q in pieces for n in copied(q, odd_rows, True))
+    m, k, n = p.dim("M"), p.dim("K"), p.dim("N")
+    odd_k, odd_n = k % MULTIPLE > 0, n % MULTIPLE > 0
+    cut_k, cut_n = (odd and not odd_rows for odd in (odd_k, odd_n))
+    turned = odd_rows and p.option("w") == "kn"
+    x = m * k * (odd_k or p.option("x") in _UNREADABLE)
+    w = k * n * (odd_k or cut_n or turned or p.option("w") in _UNREADABLE)
+    dpre = m * n * (odd_n and not derived)
+    if p.piece == "grad_input":
+        return dpre, w, m * k * cut_k
+    if p.piece == "grad_weight":
+        return dpre, x, k * n * (cut_k or cut_n)
+    y = m * n * cut_n
+    pre = y * (p.needs_grad and activation_of(p.option("activation")).saved == "pre")
+    return x, w, n * (cut_n and p.option("bias") == "yes"), y, pre
 
 
-def reason_not(p: Problem) -> str | None:
+def reason_not(p: Problem, odd_rows: bool = False) -> str | None:
     """Why ``padded`` cannot serve a Problem of ``forward``, ``grad_input``, ``grad_weight`` or the
-    whole backward on a GPU."""
-    if aligned(p) and not apart(p):
-        return f"K and N are multiples of {MULTIPLE} already, and rows lie well"
+    whole backward on a GPU; ``odd_rows``: see ``writes_odd_rows``."""
     m, k, n = p.dim("M"), p.dim("K"), p.dim("N")
     if min(m, k, n) == 0:
         return "nothing is to be computed"
+    if not any(copied(p, odd_rows)):
+        return f"nothing is to be copied: rows are of multiples of {MULTIPLE} already, and lie well"
     if max(m * k, m * n, k * n) > _LARGEST_ELEMENTS:
         return f"its copies would take more than {_LARGEST_ELEMENTS} elements"
     return None
