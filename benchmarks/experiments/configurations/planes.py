@@ -1,5 +1,5 @@
-"""Products of linear_act's ``planes``, of operands that are split already, or of which the first is
-read and split there."""
+"""Products of linear_act's ``planes``: of operands that are split already, with standards of their
+lines or without, or of which the first is read and split there."""
 
 from __future__ import annotations
 
@@ -34,12 +34,16 @@ def _draw(draw: Random) -> Problem | None:
     first = n if piece == "grad_input" else k
     reads = piece != "grad_weight" and first % 4 == 0 and draw.choice((True, False))
     found = {"piece": piece, "M": m, "K": k, "N": n, "activation": activation}
-    return {**found, "reads": reads} if reads else found
+    standards = not reads and draw.choice((True, False))
+    return {
+        **found,
+        **({"reads": reads} if reads else {"standards": standards} if standards else {}),
+    }
 
 
-def _reads(p: Problem) -> bool:
-    """Whether the first operand is split by the product."""
-    return bool(p.get("reads", False))
+def _how(p: Problem) -> tuple[bool, bool]:
+    """Whether the first operand is split by the product; whether lines have standards."""
+    return bool(p.get("reads", False)), bool(p.get("standards", False))
 
 
 def _product(p: Problem) -> tuple[int, int, int]:
@@ -53,7 +57,7 @@ def _candidates(p: Problem) -> list[Config]:
     m, n, k = _product(p)
     found = [
         replace(c, turns=turned, cluster=cluster)
-        for c in planes.candidates(m, n, k, _reads(p))
+        for c in planes.candidates(m, n, k, *_how(p))
         for turned in (True, False)
         for cluster in (1, 2)
     ]
@@ -74,9 +78,10 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
         scales = torch.ones(segments, blocks * 64, device=place)
         small = torch.zeros(segments, blocks, dtype=torch.int32, device=place)
         given = high, low, small_high, small_low, scales, small
-        return planes_split.Planes(*given, planes_split.Source(numbers), not by_rows)
+        source = planes_split.Source(numbers, standards=standards)
+        return planes_split.Planes(*given, source, not by_rows)
 
-    ways, reads = of_rows[p["piece"]], _reads(p)
+    ways, (reads, standards) = of_rows[p["piece"]], _how(p)
 
     def first() -> planes_product.Operand:
         if not reads:
@@ -93,13 +98,13 @@ def _run(p: Problem, c: Config) -> Callable[..., Any]:
 
 KIND = Kind(
     draw=_draw,
-    chosen=lambda p: planes.config_for(*_product(p), _UNITS, _reads(p)),
+    chosen=lambda p: planes.config_for(*_product(p), _UNITS, *_how(p)),
     candidates=_candidates,
     microseconds=lambda p, c: c.microseconds(*_product(p), _UNITS),
     inputs=_inputs,
     run=_run,
     terms=lambda p, c: c.terms(*_product(p), _UNITS),
     config=lambda p, fields: Config(**fields),
-    group=lambda p: "numbers" if _reads(p) else "planes",
+    group=lambda p: {(True, False): "numbers", (False, True): "standards"}.get(_how(p), "planes"),
     plans=planes_product.plans,
 )

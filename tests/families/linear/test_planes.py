@@ -41,9 +41,11 @@ def place(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def split(matrices: Sequence[Tensor], by_columns: Sequence[bool]) -> list[Planes]:
+def split(
+    matrices: Sequence[Tensor], by_columns: Sequence[bool], standards: bool = False
+) -> list[Planes]:
     sources = [Source(t, not way, way) for t, way in zip(matrices, by_columns, strict=True)]
-    return planes_split.split(sources)
+    return planes_split.split([one._replace(standards=standards) for one in sources])
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
@@ -181,12 +183,12 @@ def multiply(
     a: Tensor | Source, b: Tensor, config: Config, turned: tuple[bool, bool] = (False, False)
 ) -> Tensor:
     """A Bᵀ, with A split before or there; ``turned``: operands that lie across K."""
-    (second,) = split((b.t().contiguous() if turned[1] else b,), turned[1:])
+    (second,) = split((b.t().contiguous() if turned[1] else b,), turned[1:], config.standards)
     source = a if isinstance(a, Source) else Source(a.t().contiguous() if turned[0] else a)
     if config.reads:
         assert planes_product.can_be_read(source)
         return planes_product.product(source, second, config=config)[0]
-    ways = source._replace(by_rows=not turned[0], by_columns=turned[0])
+    ways = source._replace(by_rows=not turned[0], by_columns=turned[0], standards=config.standards)
     return planes_product.product(*planes_split.split([ways]), second, config=config)[0]
 
 
@@ -293,6 +295,8 @@ def test_added_to_what_is_there(n: int, slices: int) -> None:
     [
         (Config(64, 4), (False, False)),
         (Config(128, 3, turns=False), (False, True)),
+        (Config(128, 3, standards=True), (False, True)),
+        (Config(64, 4, standards=True, turns=False), (True, False)),
         (Config(128, 3, group_m=2), (True, True)),
         (Config(192, 2), (True, False)),
         (Config(192, 2, turns=False, group_m=1), (False, False)),
@@ -302,13 +306,56 @@ def test_added_to_what_is_there(n: int, slices: int) -> None:
 def test_every_configuration(config: Config, turned: tuple[bool, bool]) -> None:
     a, b = values(270, 330), values(400, 330, seed=1)
     planes = [
-        split((t.t().contiguous() if by_columns else t,), (by_columns,))[0]
+        split((t.t().contiguous() if by_columns else t,), (by_columns,), config.standards)[0]
         for t, by_columns in zip((a, b), turned, strict=True)
     ]
     for slices in (1, 2):
         given = replace(config, slices=slices)
         ours, _ = planes_product.product(*planes, config=given)  # type: ignore[misc]
         near(ours, a @ b.t(), a.double() @ b.double().t())
+
+
+@pytest.mark.parametrize("config", [Config(64, 4, standards=True), Config(128, 3, standards=True)])
+@pytest.mark.parametrize("turned", [(False, False), (True, True)])
+def test_lines_on_their_standards(config: Config, turned: tuple[bool, bool]) -> None:
+    """No scale of theirs is looked at but those of the last k-tile."""
+    a, b = values(150, 330), values(90, 330, seed=1)
+    a[3], b[5], a[40, :64], b[:, 100:180] = 0, 0, 0, 0
+    a[41], a[9], b[7] = a[41] * 2.0**40, a[9] * 2.0**-70, b[7] * 2.0**60
+    a[11, 70], b[11, 70], a[12, 300] = 2.0**-27, 2.0**-30, 2.0**-26  # of the second level
+    given = [
+        t.t().contiguous() if by_columns else t
+        for t, by_columns in zip((a, b), turned, strict=True)
+    ]
+    planes = split(given, turned, True)
+    assert not any((one.small & 2).any() for one in planes)
+    assert all(one.small.any() for one in planes)
+    for one in planes:
+        one.scales[:-2] = float("nan")
+    ours, _ = planes_product.product(*planes, config=config)  # type: ignore[misc]
+    b[7], ours[:, 7] = b[7] * 2.0**-60, ours[:, 7] * 2.0**-60
+    theirs, oracle = a @ b.t(), a.double() @ b.double().t()
+    for i in range(len(a)):
+        near(ours[i], theirs[i], oracle[i])
+
+
+def test_segments_apart_from_the_standard() -> None:
+    """Beyond the room above it, or of bits that it would cost."""
+    a = values(70, 256)
+    a[:, 64:] = a[:, 64:].clamp(-3, 3)
+    a[:64, 0] = 3.5
+    a[3, 130], a[66, 70], a[67, 200] = 2.0**9, 2.0**-55, float("inf")
+    a[2, 0] = 40.0
+    (planes,) = split((a,), (False,), True)
+    assert (planes.small & 2).bool().tolist() == [
+        [False, False],
+        [False, True],
+        [True, False],
+        [False, True],
+    ]
+    scales, standards = planes.scales[:-1], planes.scales[-1]
+    assert (scales != standards)[:, :70].nonzero().tolist() == [[1, 66], [2, 3], [3, 67]]
+    assert not (split((a,), (False,))[0].small & 2).eq(0).any()
 
 
 def test_rows_and_columns_of_any_scale() -> None:
@@ -472,7 +519,9 @@ def test_columns_without_planes(column: int) -> None:
     "config",
     [
         Config(64, 4),
+        Config(64, 4, standards=True),
         Config(128, 3, slices=2),
+        Config(128, 3, slices=2, standards=True),
         Config(192, 2),
         Config(64, 4, reads=True),
         Config(128, 2, reads=True),
@@ -537,7 +586,7 @@ def test_products_of_small_numbers_stay_in_range(
     a[:, 2::3] *= 2.0 ** (largest[0] - below[0])
     b[:, 2::3] *= 2.0 ** (largest[1] - below[1])
     for one, other in ((a, b), (b, a)):
-        for config in (Config(64, 4), _DIRECT[0]):
+        for config in (Config(64, 4), Config(64, 4, standards=True), _DIRECT[0]):
             ours = multiply(one, other, config)
             near(ours, one @ other.t(), one.double() @ other.double().t())
 

@@ -206,11 +206,12 @@ def product_of_planes(
     p: Problem, m: int, k: int, n: int, *flags: str, reads: bool = False
 ) -> tuple[Work, ...]:
     """The product (m, n) over k of operands that are split, or of which the first is read."""
-    config = planes.config_for(m, n, k, units(), reads)
+    standards = not reads and planes.standards_pay(m, n, k, units())
+    config = planes.config_for(m, n, k, units(), reads, standards)
     us = config.microseconds(m, n, k, units()) - planes.START_US
     sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
-    told = f"tile:{config.bn}", *(("reads",) if reads else ()), *flags
-    product = Work(f"{NAME} planes product", us, sizes, told)
+    how = ("reads",) * reads + ("standards",) * standards
+    product = Work(f"{NAME} planes product", us, sizes, (f"tile:{config.bn}", *how, *flags))
     if config.slices == 1:
         return (product,)
     sliced = replace(product, flags=(*product.flags, "sliced"))

@@ -24,7 +24,7 @@ from fastlinear.families.gated.stacking import (
     split_weights,
 )
 from fastlinear.families.linear.cuda.planes import Derivation, parts, why_not_of
-from fastlinear.families.linear.cuda.planes_product import product
+from fastlinear.families.linear.cuda.planes_product import gain_by_standards, product
 from fastlinear.families.linear.cuda.planes_split import Planes, Source, split
 
 # Numbers of the widest matrix of a part of the rows: planes of five exist at once, of 8 bytes.
@@ -32,8 +32,13 @@ _AT_ONCE = 1 << 25
 _WEIGHTS = ("first", "second", "gate", "up", "down")
 _LEAST = 8  # products in a sum, of which each has 22 bits
 
-Split = dict[tuple[str, bool], Planes]
-"""Planes of operands by name, and whether they are by columns."""
+
+class Split(dict[tuple[str, bool], Planes]):
+    """Planes of operands by name, and whether they are by columns; all with standards, or none."""
+
+    def __init__(self, standards: bool) -> None:
+        super().__init__()
+        self.standards = standards
 
 
 def reason_not(p: Problem) -> str | None:
@@ -69,7 +74,7 @@ def forward(
     n = len(weights.down)
     kept = empty_pre(x, size, order) if save_pre else None
     y = x.new_empty(m, n)
-    made: Split = {}
+    made = Split(gain_by_standards(x, (m, size, k), (m, n, size)))
     for rows in row_parts(m, k, size, n):
         pre = empty_pre(x[rows], size, order) if kept is None else _of_rows(kept, rows)
         _pre_activations(x[rows], weights, biases, pre, made)
@@ -124,7 +129,11 @@ def backward(
     inner = any(needs[i] for i in (0, 1, 2, 4, 5))
     wide = (n, size, x.shape[1]) if inner or pre is None else (n, size)
     dx, *others = found
-    made: Split = {}
+    products = [(n, size, m)]
+    if inner or pre is None:
+        k = x.shape[1]
+        products += [(m, size, n), (m, size, k), (m, k, size), (size, k, m)]
+    made = Split(gain_by_standards(dy, *products))
     for i, rows in enumerate(row_parts(m, *wide)):
         at = None if pre is None else _of_rows(pre, rows)
         if at is None and any(needs[:6]):
@@ -190,7 +199,9 @@ def _backward_part(
 
 def _of_weights(made: Split) -> Split:
     """Those that all parts of the rows share."""
-    return {name: planes for name, planes in made.items() if name[0] in _WEIGHTS}
+    shared = Split(made.standards)
+    shared.update((name, planes) for name, planes in made.items() if name[0] in _WEIGHTS)
+    return shared
 
 
 def _split(made: Split, /, **sources: Source) -> Split:
@@ -203,7 +214,8 @@ def _split(made: Split, /, **sources: Source) -> Split:
             for turned, way in ((False, s.by_rows), (True, s.by_columns))
         )
         if by_rows or by_columns or s.sums is not None:
-            wanted[name] = s._replace(by_rows=by_rows, by_columns=by_columns)
+            s = s._replace(by_rows=by_rows, by_columns=by_columns)
+            wanted[name] = s._replace(standards=made.standards)
     if wanted:
         names = [
             (name, by_columns)

@@ -10,6 +10,9 @@
 // Where an operand has numbers small beside others of their BK, these have planes of their own, whose
 // scale is s / 2^29. Such a k-tile is multiplied more than once, for each pair of levels that exists.
 //
+// Where all lines of a tile keep their standards (STANDARDS; planes.h), no scale is looked at before its
+// end. Products with low planes, 2^11 below the others, are added up by the tensor cores all along.
+//
 // Tensor cores truncate while they add, so sums over BK numbers are promoted: scaled and added up in
 // registers, in float32. A block is a producer warpgroup and two consumers, of which each has half a
 // tile's rows. They issue products by turns (TURNS), so that one promotes while the other multiplies.
@@ -25,10 +28,11 @@
 // Every sum is added in one order: results are deterministic.
 //
 // hopper_words.h, activations/cuda.h, hopper_async.h and planes.h come before this file. Macros
-// from the host: BM (128) BN STAGES CLUSTER GROUP_M A_MN B_MN TURNS READS SAVE HAS_BIAS ADDED
+// from the host: BM (128) BN STAGES CLUSTER GROUP_M A_MN B_MN TURNS READS STANDARDS SAVE HAS_BIAS ADDED
 // A_DERIVED B_DERIVED ACT, IS_BF16 0, and the functions wgmma and wgmma_first for accumulators of BN / 2.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
 //   READS 1: A comes as numbers; its rows lie along K, it is not derived, and blocks are alone.
+//   STANDARDS 1: lines of both have standards; A is not read, and BN is 128 at most.
 //   SAVE 1: `pre` is written beside Y.
 //   ADDED 1: C is added to what Y holds; without bias and activation.
 //   A_DERIVED / B_DERIVED: how the operand is derived; where one is, the activation is its, and none of Y.
@@ -50,10 +54,12 @@ constexpr int B_PART = (B_MN ? BK : BN) / CLUSTER;  // rows this block loads of 
 constexpr u64 A_K_STEP = (A_MN ? 16 * 128 : 32) >> 4;
 constexpr u64 B_K_STEP = (B_MN ? 16 * 128 : 32) >> 4;
 
+constexpr u32 LOW_TILES = 64;  // k-tiles that products with low planes are added up over
 constexpr bool BOTH = BN <= (READS ? 64 : 128);  // registers hold products of high planes and of others
 constexpr bool ANY_DERIVED = A_DERIVED != DERIVED_NONE || B_DERIVED != DERIVED_NONE;
 
 static_assert(BM == 128 && BN % 64 == 0 && B_PART % 8 == 0, "BM, BN");
+static_assert(!STANDARDS || (BOTH && !READS), "STANDARDS");
 static_assert(!READS || (!A_MN && CLUSTER == 1 && A_DERIVED == DERIVED_NONE), "READS");
 static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS + 2 * READS * SPLIT_REGISTERS <=
                   THREADS / 128 * REGISTERS,
@@ -62,7 +68,7 @@ static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS + 2 * READS * SPLIT_RE
 struct Params {
   TensorMap a[4], b[4];                  // planes, high first; then of small numbers; or the numbers
   const float *a_scales, *b_scales;      // (k-tiles, a_lines), (k-tiles, b_lines)
-  const int *a_small, *b_small;          // (k-tiles, lines / 64): whether there are small numbers
+  const int *a_small, *b_small;          // (k-tiles, lines / 64): HAS_SMALL and APART
   const float* plain[3][2];              // the numbers, or what they are derived from: of A, of B
   const float* bias;                     // (N) or null
   float *y, *pre;                        // (M, N) dense
@@ -119,10 +125,12 @@ __device__ __forceinline__ u32 scales_at(u32 base, int stage, u32 odd) {
   return base + SCALES_OFFSET + (odd * STAGES + stage) * SCALES_BYTES;
 }
 
-// What a step is, as consumers are told: its k-tile times 256 and
+// What a step is, as consumers are told: its k-tile times 512 and
 constexpr u32 A_LEVEL = 1, B_LEVEL = 2;         // the levels of planes
 constexpr int A_BLOCKS = 2, B_BLOCKS = 4;       // from these bits on: which 64 lines have such planes
 constexpr u32 ALL_BLOCKS = 0x7c, LAST = 1 << 7; // of the tile
+constexpr u32 ON_STANDARDS = 1 << 8;            // all scales of the tile are their lines' standards
+constexpr int K_TILE = 9;
 
 // Whether lines of a k-tile have small numbers: rows of the whole cluster, columns; read, not looked at.
 struct Small {
@@ -144,19 +152,37 @@ struct Small {
     u32 found = 0;
 #pragma unroll
     for (int i = 0; i < CLUSTER * (BM / 64); ++i) {
-      if (rows[i]) found |= A_LEVEL;
-      if (rows[i] && i / (BM / 64) == rank) found |= 1 << (A_BLOCKS + i % (BM / 64));
+      const bool has = rows[i] & HAS_SMALL;
+      if (has) found |= A_LEVEL;
+      if (has && i / (BM / 64) == rank) found |= 1 << (A_BLOCKS + i % (BM / 64));
     }
 #pragma unroll
     for (int i = 0; i < BN / 64; ++i)
-      if (columns[i]) found |= B_LEVEL | 1 << (B_BLOCKS + i);
+      if (columns[i] & HAS_SMALL) found |= B_LEVEL | 1 << (B_BLOCKS + i);
     return found;
   }
 };
 
-// A stage is filled by two threads: load(stage, whether its turn is odd, its barrier, tile, k-tile, what
+// Whether no line of a tile has a scale apart from its standard along these k-tiles; asked by a warp.
+__device__ __forceinline__ bool on_standards(const Params& p, Tile tile, int begin, int end) {
+  const int each_a = p.a_lines / 64, each_b = p.b_lines / 64;
+  const int row = tile.m * CLUSTER * (BM / 64), column = tile.n * (BN / 64);
+  int found = 0;
+#pragma unroll 1
+  for (int kt = begin + lane_id(); kt < end; kt += 32) {
+    const int* const rows = p.a_small + static_cast<long long>(kt) * each_a;
+    const int* const columns = p.b_small + static_cast<long long>(kt) * each_b;
+#pragma unroll
+    for (int i = 0; i < CLUSTER * (BM / 64); ++i) found |= rows[min(row + i, each_a - 1)];
+#pragma unroll
+    for (int i = 0; i < BN / 64; ++i) found |= columns[min(column + i, each_b - 1)];
+  }
+  return !__any_sync(0xffffffffu, found & APART);
+}
+
+// A stage is filled by a thread and a warp: load(stage, whether its turn is odd, its barrier, tile, k-tile, what
 // consumers are told).
-template <class Load>
+template <bool kWarp, class Load>
 __device__ __forceinline__ void fill(const Params& p, u32 base, u32 rank, int first, int step, int tiles,
                                      const Load& load) {
   constexpr u32 kA = 3 << A_BLOCKS, kB = ALL_BLOCKS & ~kA, kLevels = A_LEVEL | B_LEVEL;
@@ -165,6 +191,7 @@ __device__ __forceinline__ void fill(const Params& p, u32 base, u32 rank, int fi
   for (int t = first; t < tiles; t += step) {
     const Tile tile = tile_at(p, t);
     const int begin = tile.slice * p.slice_tiles, end = begin + k_tiles_of(p, tile.slice);
+    const u32 kind = STANDARDS && kWarp && on_standards(p, tile, begin, end) ? ON_STANDARDS : 0;
     Small next;
     next.read(p, tile, begin);
 #pragma unroll 1
@@ -177,7 +204,7 @@ __device__ __forceinline__ void fill(const Params& p, u32 base, u32 rank, int fi
       for (u32 levels = 0; levels <= (found & kLevels); ++levels) {
         if (levels & ~found) continue;
         if (levels == 0 && last) found = small.bits(rank);  // others' first steps need not wait for it
-        u32 told = static_cast<u32>(kt) << 8 | levels;
+        u32 told = static_cast<u32>(kt) << K_TILE | kind | levels;
         told |= (levels & A_LEVEL ? found : ALL_BLOCKS) & kA;
         told |= (levels & B_LEVEL ? found : ALL_BLOCKS) & kB;
         if (last && levels == (found & kLevels)) told |= LAST;
@@ -195,7 +222,7 @@ __device__ __forceinline__ int row_of(Tile tile, u32 rank) { return (tile.m * CL
 
 __device__ __forceinline__ void fill_planes(const Params& p, u32 base, u32 rank, int first, int step,
                                             int tiles) {
-  fill(p, base, rank, first, step, tiles, [&](int stage, u32, u32 full, Tile tile, int kt, u32 told) {
+  const auto load = [&](int stage, u32, u32 full, Tile tile, int kt, u32 told) {
     const u32 to = base + stage * STAGE_BYTES;
     const TensorMap* const a = p.a + (told & A_LEVEL ? 2 : 0);
     const TensorMap* const b = p.b + (told & B_LEVEL ? 2 : 0);
@@ -208,13 +235,15 @@ __device__ __forceinline__ void fill_planes(const Params& p, u32 base, u32 rank,
 #pragma unroll
     for (int half = 0; half < 2 * READS; ++half)
       tma_load<1>(to + half * A_BYTES, p.a, full, kt * BK + half * (BK / 2), row_of(tile, rank));
-  });
+  };
+  fill<false>(p, base, rank, first, step, tiles, load);
 }
 
-// Those of lines that exist; the last blocks of a cluster may have no rows.
+// Those of lines that exist; the last blocks of a cluster may have no rows. By a warp.
 __device__ __forceinline__ void fill_scales(const Params& p, u32 base, u32 rank, int first, int step,
                                             int tiles) {
-  fill(p, base, rank, first, step, tiles, [&](int stage, u32 odd, u32 full, Tile tile, int kt, u32 told) {
+  const auto load = [&](int stage, u32 odd, u32 full, Tile tile, int kt, u32 told) {
+    if (lane_id()) return;
     const u32 to = scales_at(base, stage, odd);
     const int row = row_of(tile, rank), column = tile.n * BN;
     const int rows = READS ? 0 : max(min(BM, p.a_lines - row), 0), columns = min(BN, p.b_lines - column);
@@ -224,7 +253,8 @@ __device__ __forceinline__ void fill_scales(const Params& p, u32 base, u32 rank,
       bulk_load(to, p.a_scales + static_cast<long long>(kt) * p.a_lines + row, full, 4 * rows);
     bulk_load(to + 4 * BM, p.b_scales + static_cast<long long>(kt) * p.b_lines + column, full,
               4 * columns);
-  });
+  };
+  fill<true>(p, base, rank, first, step, tiles, load);
 }
 
 // ---------------------------------------------------------------- products
@@ -303,6 +333,17 @@ __device__ __forceinline__ void promote_small(float (&sum)[BN / 2], const float 
   }
 }
 
+// sum += acc where there are such planes, with 2^-29 for each second level of a step.
+__device__ __forceinline__ void add_small(float (&sum)[BN / 2], const float (&acc)[BN / 2], u32 told,
+                                          int consumer) {
+  constexpr float kLevel = 1.0f / (1 << 29);
+  const float level = (told & A_LEVEL ? kLevel : 1.0f) * (told & B_LEVEL ? kLevel : 1.0f);
+#pragma unroll
+  for (int i = 0; i < BN / 2; ++i)
+    if (told >> (A_BLOCKS + consumer) & told >> (B_BLOCKS + i / 32) & 1)
+      sum[i] = fmaf(acc[i], level, sum[i]);
+}
+
 struct Pipe {
   u32 base;
   int consumer, warp, stage;
@@ -349,6 +390,75 @@ struct Pipe {
       found |= column.x < 0.0f || column.y < 0.0f;
     }
     return __any_sync(0xffffffffu, found);
+  }
+
+  // Whether the tile that comes next is on its lines' standards.
+  __device__ __forceinline__ bool on_standards() const {
+    if (!STANDARDS) return false;
+    mbar_wait(base + BAR_OFFSET + stage * 8, phase);
+    return load_shared32(scales() + TOLD_OFFSET) & ON_STANDARDS;
+  }
+
+  // sum = the products of such a tile.
+  __device__ __forceinline__ void standard_tile(float (&sum)[BN / 2]) {
+    constexpr float kLow = 1.0f / 2048.0f;
+    float low[BN / 2] = {};
+    for (bool last = false; !last; next()) {
+      mbar_wait(base + BAR_OFFSET + stage * 8, phase);
+      const u32 told = load_shared32(scales() + TOLD_OFFSET);
+      last = told & LAST;
+      const u32 at = base + stage * STAGE_BYTES;
+      const u64 a_high = make_desc<A_MN>(at + consumer * (A_BYTES / 2)), a_low = a_high + (A_BYTES >> 4);
+      const u64 b_high = make_desc<B_MN>(at + A_STAGE), b_low = b_high + (B_BYTES >> 4);
+      float high[BN / 2];
+      begin_turn(consumer);
+      wgmma_fence();
+      if (told & (A_LEVEL | B_LEVEL)) {
+        multiply<true>(high, a_high, b_low);
+        multiply<false>(high, a_low, b_high);
+        wgmma_commit();
+        wgmma_wait<0>();
+        settle(high);
+        scale(high, kLow, kLow);
+        wgmma_fence();
+        multiply<false>(high, a_high, b_high);
+      } else {
+        multiply<false>(low, a_high, b_low);
+        multiply<false>(low, a_low, b_high);
+        multiply<true>(high, a_high, b_high);
+      }
+      wgmma_commit();
+      end_turn(consumer);
+      wgmma_wait<0>();
+      settle(low);
+      settle(high);
+      release();
+      if (told & (A_LEVEL | B_LEVEL)) {
+        add_small(sum, high, told, consumer);
+      } else {
+#pragma unroll
+        for (int i = 0; i < BN / 2; ++i) sum[i] += high[i];
+      }
+      if (last || (told >> K_TILE) % LOW_TILES == LOW_TILES - 1) {
+#pragma unroll
+        for (int i = 0; i < BN / 2; ++i) sum[i] = fmaf(low[i], kLow, sum[i]), low[i] = 0.0f;
+      }
+      if (last) on_scales(sum);
+    }
+  }
+
+  // sum *= rows' and columns' scales of a step, the larger first: nothing leaves float32's range before.
+  __device__ __forceinline__ void on_scales(float (&sum)[BN / 2]) const {
+    Scales rows;
+    read_scales(rows);
+    const u32 columns = scales() + 4 * BM + 8 * (lane_id() & 3);
+#pragma unroll
+    for (int i = 0; i < BN / 2; i += 2) {
+      const float2 s = load_shared64(columns + 8 * (i & ~3));
+      const float row = i & 2 ? rows.lower : rows.upper;
+      sum[i] = sum[i] * fmaxf(row, s.x) * fminf(row, s.x);
+      sum[i + 1] = sum[i + 1] * fmaxf(row, s.y) * fminf(row, s.y);
+    }
   }
 
   // acc = the products of planes with rows' scales, which are known once `meanwhile` has run, while the
@@ -707,7 +817,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) planes_product(const __
   if (warpgroup == 0) {
     fewer_registers<PRODUCER_REGISTERS>();
     if (threadIdx.x == 0) fill_planes(p, base, rank, first, step, tiles);
-    if (threadIdx.x == 32) fill_scales(p, base, rank, first, step, tiles);
+    if (threadIdx.x / 32 == 1) fill_scales(p, base, rank, first, step, tiles);
   } else if (READS && warpgroup > 2) {
     fewer_registers<SPLIT_REGISTERS>();
     split_tiles(p, base, warpgroup - 3, first, step, tiles);
@@ -721,15 +831,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) planes_product(const __
       const int row = row_of(tile, rank) + consumer * (BM / 2) + warp * 16;
       const Results results{p, row, tile.n * BN, tile.slice};
       float sum[BN / 2] = {};
-      u32 told;
+      u32 told = LAST;
+      if (pipe.on_standards()) pipe.standard_tile(sum);
+      else told = 0;
 #pragma unroll 1
-      do {
+      while (!(told & LAST)) {
         Scales s;
         bool found;
         told = pipe.step(sum, s, found);
-        if (found) results.add_plain(sum, pipe.scales(), told >> 8, s.plain);
+        if (found) results.add_plain(sum, pipe.scales(), told >> K_TILE, s.plain);
         pipe.next();
-      } while (!(told & LAST));
+      }
       results.finish(sum);
     }
   }

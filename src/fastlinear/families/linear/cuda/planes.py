@@ -22,6 +22,7 @@ from fastlinear.kernels.cuda.hopper import ASYNC, BK, SHARED_LIMIT, WORDS, wgmma
 
 KERNEL, SUMS_KERNEL = "planes_product", "planes_sums"
 SPLIT_KERNEL, BIAS_KERNEL = "planes_split", "planes_bias"
+STANDARDS_KERNEL = "planes_standards"
 SPLIT_THREADS = 256
 CAPABILITY = (9, 0)
 PITCH = 8
@@ -32,7 +33,7 @@ _LINES = 128  # of a part a multiple
 _MOST_SLICES = 64
 _MOST = 1 << 30  # of each size: coordinates of tiles are 32-bit
 _MOST_NUMBERS = 1 << 29
-_MOST_COLUMNS = 128  # where the first operand is read
+_MOST_COLUMNS = 128  # where the first operand is read, or lines have standards
 _HERE = Path(__file__)
 
 
@@ -97,6 +98,7 @@ class Config:
         slices: that K is shared out in.
         reads: whether the first operand comes as numbers, which are split where they lie in shared
             memory.
+        standards: whether lines of both operands have standards.
     """
 
     bn: int = 192
@@ -106,6 +108,7 @@ class Config:
     turns: bool = True
     slices: int = 1
     reads: bool = False
+    standards: bool = False
 
     @property
     def threads(self) -> int:
@@ -124,6 +127,8 @@ class Config:
             return f"{self.bn} columns of {self.cluster} blocks"
         if self.reads and (self.bn > _MOST_COLUMNS or self.cluster > 1):
             return f"{self.bn} columns of {self.cluster} blocks beside numbers that are read"
+        if self.standards and (self.bn > _MOST_COLUMNS or self.reads):
+            return f"{self.bn} columns on standards"
         if self.stages < 2 or self.shared_bytes > SHARED_LIMIT:
             return f"{self.shared_bytes} bytes of shared memory with {self.stages} stages"
         if (self.slices - 1) * slice_tiles(k, self.slices) >= ceil(k / BK):
@@ -143,7 +148,8 @@ class Config:
     def microseconds(self, m: int, n: int, k: int, units: int) -> float:
         """How long a launch takes, by a model."""
         terms = self.terms(m, n, k, units)
-        return sum(us * t for us, t in zip(_US[self.reads], terms, strict=True))
+        kind = 2 if self.standards else int(self.reads)
+        return sum(us * t for us, t in zip(_US[kind], terms, strict=True))
 
 
 def source(
@@ -165,6 +171,7 @@ def source(
         "GROUP_M": config.group_m,
         "TURNS": int(config.turns),
         "READS": int(config.reads),
+        "STANDARDS": int(config.standards),
         "A_MN": int(turned[0]),
         "B_MN": int(turned[1]),
         "A_DERIVED": int(derivations[0]),
@@ -203,12 +210,14 @@ STAGES = {64: 4, 128: 3, 192: 2}
 _US = (
     (1.005, 1.823, 1.513, 2.773, 2.342, 3.243, 1.125, 2.373, 1.514),
     (1.663, 0.9506, 1.95, 2.101, 0.0, 0.0, 2.152, 2.559, 1.565),
+    (0.9, 1.9, 1.3, 2.8, 0.0, 0.0, 1.125, 2.373, 1.514),
 )
 START_US = _US[0][6]
 """Of it what any launch takes."""
 # Of a million numbers that are split beforehand: 65,536 rows of 256 take 36.2 us, of which any
 # launch takes 2.4 (``planes-layers.jsonl``).
 _SPLIT_US = 2.0
+_STANDARDS_US = 3.0
 _LATE = 1.26
 """What whole calls take where numbers are read, by what their product takes alone: of drawn calls,
 the flag ``reads`` of its price."""
@@ -219,24 +228,38 @@ def slice_tiles(k: int, slices: int) -> int:
     return ceil(ceil(k / BK) / slices)
 
 
-def candidates(m: int, n: int, k: int, reads: bool = False) -> Iterator[Config]:
-    """All that a call chooses from; m, n, k: of the product, ``reads`` as Config's."""
+def candidates(
+    m: int, n: int, k: int, reads: bool = False, standards: bool = False
+) -> Iterator[Config]:
+    """All that a call chooses from; m, n, k: of the product, the rest as Config's."""
     k_tiles = ceil(k / BK)
     counts = {ceil(k_tiles / ceil(k_tiles / s)) for s in range(1, min(k_tiles, _MOST_SLICES) + 1)}
     for bn, stages in STAGES.items():
-        one = Config(bn, stages, reads=reads)
+        one = Config(bn, stages, reads=reads, standards=standards)
         while one.shared_bytes > SHARED_LIMIT:
             one = replace(one, stages=one.stages - 1)
         for slices in sorted(counts):
             found = replace(one, slices=slices)
-            if not reads or found.invalid(k) is None:
+            if not (reads or standards) or found.invalid(k) is None:
                 yield found
 
 
 @cache
-def config_for(m: int, n: int, k: int, units: int, reads: bool = False) -> Config:
+def config_for(
+    m: int, n: int, k: int, units: int, reads: bool = False, standards: bool = False
+) -> Config:
     """The configuration that is predicted to take the least time."""
-    return min(candidates(m, n, k, reads), key=lambda c: c.microseconds(m, n, k, units))
+    found = candidates(m, n, k, reads, standards)
+    return min(found, key=lambda c: c.microseconds(m, n, k, units))
+
+
+@cache
+def standards_pay(m: int, n: int, k: int, units: int) -> bool:
+    """Whether a product of lines with standards is predicted to gain more than these cost."""
+    plain, standard = (
+        config_for(m, n, k, units, standards=s).microseconds(m, n, k, units) for s in (False, True)
+    )
+    return standard + _STANDARDS_US < plain
 
 
 @cache

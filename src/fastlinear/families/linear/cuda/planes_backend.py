@@ -9,12 +9,24 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastlinear.families.linear.cuda.planes import AT_ONCE, Derivation, parts
-from fastlinear.families.linear.cuda.planes_product import empty, is_read, product, sides
+from fastlinear.families.linear.cuda.planes_product import (
+    empty,
+    gain_by_standards,
+    is_read,
+    product,
+    sides,
+)
 from fastlinear.families.linear.cuda.planes_split import Source, split
 
 
 def _lines(source: Source) -> int:
     return source.numbers.shape[1 if source.by_columns else 0]
+
+
+def _with_standards(sources: tuple[Source, ...], *products: tuple[int, int, int]) -> list[Source]:
+    """What products (M, N, K) are of, with standards of lines where these pay."""
+    standards = gain_by_standards(sources[0].numbers, *products)
+    return [one._replace(standards=standards) for one in sources]
 
 
 def _of_rows(
@@ -25,6 +37,7 @@ def _of_rows(
         (second,) = split((b,))
         return product(a._replace(by_rows=False), second, bias, activation, save)
     lines, width = a.numbers.shape
+    a, b = _with_standards((a, b), (lines, _lines(b), width))
     each = parts(lines, width, AT_ONCE)
     if len(each) == 1:
         first, second = split((a, b))
@@ -41,6 +54,8 @@ def _of_rows(
 def _of_columns(a: Source, b: Source) -> Tensor | None:
     """``product`` of A by columns, in parts where it is large; None where it is but summed."""
     rows, columns = a.numbers.shape
+    if a.by_columns:
+        a, b = _with_standards((a, b), (columns, b.numbers.shape[1], rows))
     each = parts(columns, rows, AT_ONCE)
     others = (b,) if a.by_columns else ()
     if len(each) == 1:
@@ -112,9 +127,11 @@ def backward(
     if not (for_dx and (for_dw or for_db)) or dy.numel() > AT_ONCE:
         dx = _of_rows(*by_rows)[0] if for_dx else None
         return dx, _of_columns(*by_columns) if for_dw or for_db else None, db
+    (m, n), k = dy.shape, weight.shape[1]
     if not for_dw:
-        first, second = split((by_rows[0]._replace(sums=db), by_rows[1]))
+        sources = by_rows[0]._replace(sums=db), by_rows[1]
+        first, second = split(_with_standards(sources, (m, k, n)))
         return product(first, second)[0], None, db
-    both = by_columns[0]._replace(by_rows=True)
-    rows, columns, w, turned = split((both, by_rows[1], by_columns[1]))
+    all_three = by_columns[0]._replace(by_rows=True), by_rows[1], by_columns[1]
+    rows, columns, w, turned = split(_with_standards(all_three, (m, k, n), (n, k, m)))
     return product(rows, w)[0], product(columns, turned)[0], db

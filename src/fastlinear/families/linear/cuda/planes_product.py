@@ -18,6 +18,7 @@ from fastlinear.families.linear.cuda.planes import (
     slice_tiles,
     source,
     split_late,
+    standards_pay,
 )
 from fastlinear.families.linear.cuda.planes_split import MADE, READ, TENSORS, Planes, Source
 from fastlinear.kernels.cuda import compiled
@@ -128,6 +129,12 @@ def is_read(source: Source, n: int) -> bool:
     return can_be_read(source) and split_late(m, n, k, _units(source.numbers.device.index))
 
 
+def gain_by_standards(like: Tensor, *products: tuple[int, int, int]) -> bool:
+    """Whether standards of all lines pay for one of a call's products (M, N, K)."""
+    units = _units(like.device.index)
+    return any(standards_pay(*product, units) for product in products)
+
+
 def _along(t: Tensor, by_columns: bool) -> tuple[int, int]:
     """Strides along M (N) and along K."""
     rows, columns = t.stride()
@@ -183,8 +190,10 @@ def product(
     first, second = _source(a), b.source
     device = b.high.device.index
     reads = isinstance(a, Source)
-    config = config or config_for(m, n, k, _units(device), reads)
+    standards = first.standards and second.standards and not reads
+    config = config or config_for(m, n, k, _units(device), reads, standards)
     assert config.reads == reads, "the configuration is for other operands"
+    assert standards or not config.standards, "lines have no standards"
     if (why := config.invalid(k)) is not None:
         raise UnsupportedError("linear_act (planes backend)", "a configuration", why, _REMEDY)
     if bias is not None and bias.stride(0) != 1:

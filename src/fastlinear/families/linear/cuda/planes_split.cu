@@ -2,7 +2,8 @@
 //
 // A block has 64 rows and 64 columns, 4 by 4 in each thread's registers. It splits them by rows, by
 // columns, or both ways. A matrix may be derived from others, with the activation ACT (planes.h).
-// Sums over rows, a bias' gradient, are those of 64 rows here, of all in planes_bias.
+// Standards of lines come before it, from planes_standards. Sums over rows, a bias' gradient, are those
+// of 64 rows here, of all in planes_bias.
 //
 // hopper_words.h, with IS_BF16 0, activations/cuda.h, hopper_async.h and planes.h come before this file.
 
@@ -15,8 +16,9 @@ __device__ __forceinline__ float4 scaled(float4 v, float4 s) {
 // Where planes of one way go.
 struct Side {
   unsigned short* planes[4];  // (rows, pitch): high, low, and those of the second level
-  float* scales;              // (segments, lines), lines a multiple of 64; null: this way is not wanted
-  int* small;                 // (segments, lines / 64): whether there are planes of the second level
+  float* scales;              // (segments, lines), lines a multiple of 64; null: this way is not wanted;
+                              // and behind them the lines' standards
+  int* small;                 // (segments, lines / 64): HAS_SMALL and APART
   long long lines;
 };
 
@@ -30,6 +32,18 @@ struct Matrix {
   int first, across;     // its first block; its blocks beside each other
   int derivation;        // how it is derived
   int together;          // matrices up to the last with this first block, which take their blocks by turns
+  int standards;         // whether lines have standards
+
+  // Blocks of 64 lines one way: none where that is not wanted.
+  __device__ __forceinline__ int blocks(const Side& way) const {
+    return way.scales ? static_cast<int>(way.lines / SEGMENT) : 0;
+  }
+
+  __device__ __forceinline__ float* standards_of(bool by_columns) const {
+    const Side& way = by_columns ? this->by_columns : by_rows;
+    const int segments = ((by_columns ? rows : columns) + SEGMENT - 1) / SEGMENT;
+    return way.scales + segments * way.lines;
+  }
 
   // Numbers c to c + 3 of four rows of one of the matrices, 0 behind its ends. All are under way before the
   // first is looked at: no branch lies between.
@@ -82,13 +96,16 @@ struct Matrix {
     }
   }
 
-  // All planes of a thread's numbers, of which some may be `small`.
+  // All planes of a thread's numbers, of which some may be `small`; whether scales are `apart`.
   __device__ __forceinline__ void put(const Side& to, int segment, int line, int row, int c,
-                                      const float4 (&v)[4], bool small) const {
+                                      const float4 (&v)[4], bool small, bool apart) const {
     if (small) put<1>(to, row, c, v);
     else put<0>(to, row, c, v);
     const bool found = __syncthreads_or(small);
-    if (threadIdx.x == 0) to.small[segment * (to.lines / SEGMENT) + line] = found;
+    const bool any_apart = !standards || __syncthreads_or(apart);
+    if (threadIdx.x == 0)
+      to.small[segment * (to.lines / SEGMENT) + line] =
+          (found ? HAS_SMALL : 0) | (any_apart ? APART : 0);
     if (found) put<2>(to, row, c, v);
   }
 };
@@ -168,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
   if (m.by_rows.scales) {
     float s[4];
     u32 least[4];
-    bool tells = true, small = false;
+    bool tells = true, small = false, apart = false;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Span span = of_row<Span>(v[i]);
@@ -179,6 +196,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[i] = of_row<Known>(v[i]).scale();
     }
+    if (m.standards) {
+      const float4 standard = *reinterpret_cast<const float4*>(m.standards_of(false) + row);
+      const float of_rows[4] = {standard.x, standard.y, standard.z, standard.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s[i] = on_standard(s[i], least[i], of_rows[i]);
+        apart |= s[i] != of_rows[i];
+      }
+    }
     float* const to = m.by_rows.scales + right * m.by_rows.lines + row;
     if (four == 0) *reinterpret_cast<float4*>(to) = {s[0], s[1], s[2], s[3]};
     float4 on_scale[4];
@@ -187,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
       small |= s[i] >= 0.0f && below(least[i], s[i]);
       on_scale[i] = scaled(v[i], {s[i], s[i], s[i], s[i]});
     }
-    m.put(m.by_rows, right, down, row, column, on_scale, small);
+    m.put(m.by_rows, right, down, row, column, on_scale, small, apart);
   }
   if (!m.by_columns.scales && !m.sums) return;
   __syncthreads();
@@ -206,12 +232,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
     __syncthreads();
     if (own < SEGMENT) s = of_column<Known>(told, own).scale();
   }
+  bool apart = false;
+  if (own < SEGMENT && m.standards) {
+    const float standard = m.standards_of(true)[place];
+    s = on_standard(s, span.least, standard);
+    apart = s != standard;
+  }
   if (own < SEGMENT)
     reinterpret_cast<float*>(scales)[own] = m.by_columns.scales[down * m.by_columns.lines + place] = s;
   const bool small = __syncthreads_or(s >= 0.0f && below(span.least, s));
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = scaled(v[i], scales[four]);
-  m.put(m.by_columns, down, right, row, column, v, small);
+  m.put(m.by_columns, down, right, row, column, v, small, apart);
+}
+
+// Standards of 64 lines, from the first segment of each; where that is nothing but zeros, from those of
+// its neighbours.
+extern "C" __global__ void __launch_bounds__(THREADS) planes_standards(const __grid_constant__ Params p) {
+  __shared__ uint2 told[WARPS][SEGMENT];
+  wait_for_previous();
+  let_next_start();
+  int which = 0, block = blockIdx.x;
+  for (;; ++which) {
+    const Matrix& m = p.of[which];
+    const int own = m.standards ? m.blocks(m.by_rows) + m.blocks(m.by_columns) : 0;
+    if (block < own) break;
+    block -= own;
+  }
+  const Matrix& m = p.of[which];
+  const bool by_columns = block >= m.blocks(m.by_rows);
+  if (by_columns) block -= m.blocks(m.by_rows);
+  const int own = threadIdx.x, four = own % FOURS, line = block * SEGMENT;
+  const int row = (by_columns ? 0 : line) + own / FOURS * 4, column = (by_columns ? line : 0) + 4 * four;
+  float4 v[4];
+  m.read(row, column, v);
+  tell_columns<Span>(told[own / 32], v);
+  __syncthreads();
+  float* const to = m.standards_of(by_columns) + line;
+  const auto write = [&](int i, u32 largest) {
+    for (int j = 0; !largest && j < SEGMENT; ++j) largest = max(largest, of_column<Span>(told, j).largest);
+    to[i] = standard_of(largest);
+  };
+  if (by_columns) {
+    if (own < SEGMENT) write(own, of_column<Span>(told, own).largest);
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < 4; ++i) {
+    const u32 largest = of_row<Span>(i == 0 ? v[0] : i == 1 ? v[1] : i == 2 ? v[2] : v[3]).largest;
+    if (four == 0) write(own / FOURS * 4 + i, largest);
+  }
 }
 
 struct Bias {

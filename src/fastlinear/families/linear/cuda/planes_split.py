@@ -14,6 +14,7 @@ from fastlinear.families.linear.cuda.planes import (
     BIAS_KERNEL,
     SPLIT_KERNEL,
     SPLIT_THREADS,
+    STANDARDS_KERNEL,
     Derivation,
     pitch,
     split_source,
@@ -23,7 +24,7 @@ from fastlinear.kernels.cuda.hopper import BK
 from fastlinear.kernels.cuda.prepared import Block, Plans, Prepared, prepared
 
 _SIDE_BYTES = 7 * 8
-_MATRIX_BYTES = 4 * 8 + 2 * _SIDE_BYTES + 3 * 8 + 8 * 4
+_MATRIX_BYTES = 4 * 8 + 2 * _SIDE_BYTES + 3 * 8 + 10 * 4
 _MOST_MATRICES = 5
 _SPLIT_BYTES = _MOST_MATRICES * _MATRIX_BYTES + 8
 _BIAS_COLUMNS = 32
@@ -39,6 +40,7 @@ class Source(NamedTuple):
         saved, other: (rows, columns), where its derivation reads them.
         activation: of its derivation; one for all that are split together.
         sums: memory for its sums over rows, (columns,).
+        standards: whether lines have standards, which products of two such matrices gain by.
     """
 
     numbers: Tensor
@@ -49,6 +51,7 @@ class Source(NamedTuple):
     other: Tensor | None = None
     activation: str = "none"
     sums: Tensor | None = None
+    standards: bool = False
 
     @property
     def read(self) -> tuple[Tensor | None, ...]:
@@ -77,8 +80,10 @@ class Planes(NamedTuple):
     Attributes:
         high, low: of numbers that are not small beside others of their segment.
         small_high, small_low: of those that are; not written where there are none.
-        scales: (segments of 64 along K, rows or columns and more); -1 where there are no planes.
-        small: (segments, lines / 64), whether there are small numbers.
+        scales: (segments of 64 along K, lines: rows or columns and more); -1 where there are no
+            planes. Behind them, in a row more, lines' standards, where they have any.
+        small: (segments, lines / 64): 1 where there are small numbers, and 2 where a line's scale
+            is not its standard.
         source: the matrix.
         by_columns: whether K is the dimension of rows.
     """
@@ -108,6 +113,8 @@ MADE, READ = 6, 3
 TENSORS = MADE + READ
 """Of Planes: those that are made, and those that are read."""
 
+_TENSORS = READ + 2 + 2 * MADE  # of a matrix
+
 plans: Plans[_SplitPlan] = Plans()
 Turns = tuple[tuple[int, int], ...]
 
@@ -117,7 +124,8 @@ def _side_by_side(source: Source) -> tuple[Source, bool]:
     t = source.numbers
     turned = t.stride(0) == 1 < t.stride(1) and len(t) > 1
     if turned and source.derivation is Derivation.NONE and source.sums is None:
-        return Source(t.t(), source.by_columns, source.by_rows), True
+        standards = source.standards
+        return Source(t.t(), source.by_columns, source.by_rows, standards=standards), True
     return source.replaced(_dense), False
 
 
@@ -166,7 +174,8 @@ def split(sources: Sequence[Source]) -> list[Planes]:
 def _facts(source: Source) -> tuple[object, ...]:
     ways, derivation = (source.by_rows, source.by_columns), (source.derivation, source.activation)
     read = [None if t is None else (t.stride(0), t.data_ptr() % 16) for t in source.read]
-    return (source.numbers.shape, *read, *ways, *derivation, source.sums is None)
+    more = source.sums is None, source.standards
+    return (source.numbers.shape, *read, *ways, *derivation, *more)
 
 
 def _side(source: Source, by_columns: bool) -> Planes:
@@ -175,7 +184,7 @@ def _side(source: Source, by_columns: bool) -> Planes:
     planes = t.new_empty(4, rows, pitch(columns), dtype=torch.float16)[:, :, :columns]
     k, lines = (rows, columns) if by_columns else (columns, rows)
     segments, blocks = _up(k, BK) // BK, _up(lines, BK) // BK
-    scales = t.new_empty(segments, blocks * BK)
+    scales = t.new_empty(segments + source.standards, blocks * BK)
     small = t.new_empty(segments, blocks, dtype=torch.int32)
     high, low, small_high, small_low = planes
     return Planes(high, low, small_high, small_low, scales, small, source, by_columns)
@@ -189,43 +198,67 @@ class _SplitPlan:
         derived = [s for s in sources if s.derivation is not Derivation.NONE]
         (activation,) = {s.activation for s in derived} or {"none"}
         text = split_source(activation)
-        block, first = Block(_SPLIT_BYTES), 0
-        each = READ + 2 + 2 * MADE
-        sums: list[Prepared] = []
+        self._runs: list[Prepared] = []
+
+        def run(kernel: str, block: Block, blocks: int) -> None:
+            self._runs.append(prepared(text, kernel, block, SPLIT_THREADS, blocks, device))
+
+        lines = sum(_blocks_of_lines(s) for s in sources if s.standards)
+        if lines:
+            run(STANDARDS_KERNEL, _parameters(sources, turns)[0], lines)
+        run(SPLIT_KERNEL, *_parameters(sources, turns))  # each launch has memory of its own
         for i, one in enumerate(sources):
-            rows, columns = one.numbers.shape
-            read = [t for t in one.read if t is not None]
-            wide = all(u.data_ptr() % 16 == 0 and (u.stride(0) % 4 == 0 or rows == 1) for u in read)
-            down, across = _up(rows, BK) // BK, _up(columns, BK) // BK
-            at, tensor = _MATRIX_BYTES * i, each * i
-            for j in range(READ + 1):
-                block.address(at + 8 * j, tensor + j, 15)
-            at += 8 * (READ + 1)
-            for way, (wanted, lines) in enumerate(((one.by_rows, rows), (one.by_columns, columns))):
-                side, of_side = at + _SIDE_BYTES * way, tensor + READ + 2 + MADE * way
-                for j in range(MADE if wanted else 0):
-                    block.address(side + 8 * j, of_side + j, 15)
-                block.numbers(side + 8 * MADE, "q", _up(lines, BK))
-            strides = [0 if t is None else t.stride(0) for t in one.read]
-            table = rows, columns, pitch(columns), int(wide), first, across
-            how = one.derivation, turns[i][1]
-            block.numbers(at + 2 * _SIDE_BYTES, f"{READ}q8i", *strides, *table, *how)
-            if turns[i][0] == turns[i][1] - 1:
-                first += down * across * turns[i][1]
-            if one.sums is not None:
-                own = Block(24)
-                for j in range(2):
-                    own.address(8 * j, tensor + READ + j)
-                own.numbers(16, "2i", down, columns)
-                blocks = -(-columns // _BIAS_COLUMNS)
-                sums.append(prepared(text, BIAS_KERNEL, own, SPLIT_THREADS, blocks, device))
-        block.numbers(_MOST_MATRICES * _MATRIX_BYTES, "i", len(sources))
-        self._runs = [prepared(text, SPLIT_KERNEL, block, SPLIT_THREADS, first, device), *sums]
+            if one.sums is None:
+                continue
+            block, columns = Block(24), one.numbers.shape[1]
+            for j in range(2):
+                block.address(8 * j, _TENSORS * i + READ + j)
+            block.numbers(16, "2i", _blocks(one)[0], columns)
+            run(BIAS_KERNEL, block, -(-columns // _BIAS_COLUMNS))
 
     def run(self, *given: Tensor | None) -> None:
         """All launches."""
         for launch in self._runs:
             launch(*given)
+
+
+def _blocks(source: Source) -> tuple[int, int]:
+    """Of a matrix, blocks of 64 below each other and beside each other."""
+    rows, columns = (_up(size, BK) // BK for size in source.numbers.shape)
+    return rows, columns
+
+
+def _blocks_of_lines(source: Source) -> int:
+    """Of a matrix, blocks of 64 lines, in each way that is wanted."""
+    down, across = _blocks(source)
+    return source.by_rows * down + source.by_columns * across
+
+
+def _parameters(sources: Sequence[Source], turns: Turns) -> tuple[Block, int]:
+    """What ``planes_split.cu`` is told of all matrices, and how many blocks these have."""
+    block, first = Block(_SPLIT_BYTES), 0
+    for i, one in enumerate(sources):
+        rows, columns = one.numbers.shape
+        read = [t for t in one.read if t is not None]
+        wide = all(u.data_ptr() % 16 == 0 and (u.stride(0) % 4 == 0 or rows == 1) for u in read)
+        down, across = _blocks(one)
+        at, tensor = _MATRIX_BYTES * i, _TENSORS * i
+        for j in range(READ + 1):
+            block.address(at + 8 * j, tensor + j, 15)
+        at += 8 * (READ + 1)
+        for way, (wanted, lines) in enumerate(((one.by_rows, rows), (one.by_columns, columns))):
+            side, of_side = at + _SIDE_BYTES * way, tensor + READ + 2 + MADE * way
+            for j in range(MADE if wanted else 0):
+                block.address(side + 8 * j, of_side + j, 15)
+            block.numbers(side + 8 * MADE, "q", _up(lines, BK))
+        strides = [0 if t is None else t.stride(0) for t in one.read]
+        table = rows, columns, pitch(columns), int(wide), first, across
+        how = one.derivation, turns[i][1], int(one.standards)
+        block.numbers(at + 2 * _SIDE_BYTES, f"{READ}q9i", *strides, *table, *how)
+        if turns[i][0] == turns[i][1] - 1:
+            first += down * across * turns[i][1]
+    block.numbers(_MOST_MATRICES * _MATRIX_BYTES, "i", len(sources))
+    return block, first
 
 
 def _turns(sources: Sequence[Source]) -> Turns:
