@@ -4,7 +4,6 @@ lines or without, or of which the first is read and split there."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -53,15 +52,8 @@ def _product(p: Problem) -> tuple[int, int, int]:
 
 
 def _candidates(p: Problem) -> list[Config]:
-    """What calls choose from, without turns and in clusters, too."""
     m, n, k = _product(p)
-    found = [
-        replace(c, turns=turned, cluster=cluster)
-        for c in planes.candidates(m, n, k, *_how(p))
-        for turned in (True, False)
-        for cluster in (1, 2)
-    ]
-    return [c for c in found if c.invalid(k) is None]
+    return list(planes.candidates(m, n, k, *_how(p)))
 
 
 def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:

@@ -31,8 +31,8 @@ def _frame(config: Config, activation: str = "none", **how: Any) -> int:
 @pytest.mark.parametrize("bn", STAGES)
 @pytest.mark.parametrize("turned", [(False, False), (False, True), (True, True)], ids=str)
 def test_every_layout_stays_in_registers(bn: int, turned: tuple[bool, bool]) -> None:
-    for turns in (False, True):
-        assert _frame(Config(bn, STAGES[bn], turns=turns), turned=turned) == 0
+    for standards in (False, True):
+        assert _frame(Config(bn, STAGES[bn], standards=standards), turned=turned) == 0
 
 
 @pytest.mark.parametrize("activation", ["gelu", "mish", "sine", "softplus"])
@@ -59,7 +59,7 @@ def test_products_of_gradients_stay_in_registers(bn: int, turned: bool) -> None:
         ("silu", Derivation.NONE, Derivation.GATED),
     ):
         # of numbers without planes what they are derived from is read again, out of the way
-        most = {64: 0, 128: 8, 192: 72 if derivations[1] else 16}[bn]
+        most = {64: 0, 128: 8}[bn]
         how = {"added": True, "turned": (turned, True), "derivations": tuple(derivations)}
         assert _frame(Config(bn, STAGES[bn]), activation, **how) <= most
 
@@ -99,8 +99,8 @@ def test_the_chosen_configuration_can_serve() -> None:
 def test_the_model_of_time_chooses_what_was_fastest() -> None:
     """Of the configurations that were timed for each of some drawn problems."""
     kind = KIND
-    timed = read(kind, ROOT / "results/nvidia-h200/planes.jsonl.gz")["planes"]
-    told = [kind.microseconds(r.problem, r.config) for r in timed]
-    assert len(timed) > 2000
-    assert mean(regrets(timed, np.array(told))) < 1.04
-    assert mean(regrets(timed, -np.array(told))) > 1.5  # others are far slower
+    for group, timed in read(kind, ROOT / "results/nvidia-h200/planes.jsonl.gz").items():
+        told = [kind.microseconds(r.problem, r.config) for r in timed]
+        assert len(timed) > 200, group
+        assert mean(regrets(timed, np.array(told))) < 1.04, group
+        assert mean(regrets(timed, -np.array(told))) > 1.5, group  # others are far slower

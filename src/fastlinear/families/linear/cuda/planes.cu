@@ -15,8 +15,7 @@
 //
 // Tensor cores truncate while they add, so sums over BK numbers are promoted: scaled and added up in
 // registers, in float32. A block is a producer warpgroup and two consumers, of which each has half a
-// tile's rows. They issue products by turns (TURNS), so that one promotes while the other multiplies.
-// CLUSTER blocks along M share one B tile: each loads 1/CLUSTER of it and multicasts it.
+// tile's rows. They issue products by turns, so that one promotes while the other multiplies.
 //
 // Where a row or column has no planes over BK numbers (its scale is below 0), a warp multiplies and adds
 // these numbers themselves.
@@ -28,7 +27,7 @@
 // Every sum is added in one order: results are deterministic.
 //
 // hopper_words.h, activations/cuda.h, hopper_async.h and planes.h come before this file. Macros
-// from the host: BM (128) BN STAGES CLUSTER GROUP_M A_MN B_MN TURNS READS STANDARDS SAVE HAS_BIAS ADDED
+// from the host: BM (128) BN STAGES GROUP_M A_MN B_MN READS STANDARDS SAVE HAS_BIAS ADDED
 // A_DERIVED B_DERIVED ACT, IS_BF16 0, and the functions wgmma and wgmma_first for accumulators of BN / 2.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
 //   READS 1: A comes as numbers; its rows lie along K, it is not derived, and blocks are alone.
@@ -50,17 +49,16 @@ constexpr int AGAIN_OFFSET = DONE_OFFSET + 8 * 8;
 constexpr int THREADS = READS ? 640 : 384, REGISTERS = READS ? 96 : 168;  // of each, when it begins
 constexpr int PRODUCER_REGISTERS = READS ? 32 : 40, SPLIT_REGISTERS = BN > 64 ? 72 : 80;
 constexpr int CONSUMER_REGISTERS = READS ? 224 - SPLIT_REGISTERS : 232;
-constexpr int B_PART = (B_MN ? BK : BN) / CLUSTER;  // rows this block loads of B, or of its K
 constexpr u64 A_K_STEP = (A_MN ? 16 * 128 : 32) >> 4;
 constexpr u64 B_K_STEP = (B_MN ? 16 * 128 : 32) >> 4;
 
 constexpr u32 LOW_TILES = 64;  // k-tiles that products with low planes are added up over
-constexpr bool BOTH = BN <= (READS ? 64 : 128);  // registers hold products of high planes and of others
+constexpr bool BOTH = !READS || BN <= 64;  // registers hold products of high planes and of others
 constexpr bool ANY_DERIVED = A_DERIVED != DERIVED_NONE || B_DERIVED != DERIVED_NONE;
 
-static_assert(BM == 128 && BN % 64 == 0 && B_PART % 8 == 0, "BM, BN");
-static_assert(!STANDARDS || (BOTH && !READS), "STANDARDS");
-static_assert(!READS || (!A_MN && CLUSTER == 1 && A_DERIVED == DERIVED_NONE), "READS");
+static_assert(BM == 128 && (BN == 64 || BN == 128), "BM, BN");
+static_assert(!STANDARDS || !READS, "STANDARDS");
+static_assert(!READS || (!A_MN && A_DERIVED == DERIVED_NONE), "READS");
 static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS + 2 * READS * SPLIT_REGISTERS <=
                   THREADS / 128 * REGISTERS,
               "who asks for more registers than there are waits for ever");
@@ -75,7 +73,7 @@ struct Params {
   float* parts;                          // (slices, M, N), where there are several
   long long strides[3][2][2];            // of these: along M (N), along K
   int M, N, K, slices, slice_tiles;      // slice_tiles: k-tiles of a slice
-  int tiles_m, tiles_n;                  // of CLUSTER * BM rows, of BN columns
+  int tiles_m, tiles_n;                  // of BM rows, of BN columns
   int a_lines, b_lines;                  // M, N and more, a multiple of 64
 };
 
@@ -107,15 +105,12 @@ __device__ __forceinline__ void load_a(const TensorMap* map, u32 to, u32 bar, in
   }
 }
 
-__device__ __forceinline__ void load_b(const TensorMap* map, u32 to, u32 bar, int column, int k,
-                                       u32 rank) {
-  to += rank * (B_PART * 128);
+__device__ __forceinline__ void load_b(const TensorMap* map, u32 to, u32 bar, int column, int k) {
   if constexpr (B_MN) {
 #pragma unroll
-    for (int i = 0; i < BN / 64; ++i)
-      tma_load<CLUSTER>(to + i * (BK * 128), map, bar, column + i * 64, k + rank * B_PART);
+    for (int i = 0; i < BN / 64; ++i) tma_load<1>(to + i * (BK * 128), map, bar, column + i * 64, k);
   } else {
-    tma_load<CLUSTER>(to, map, bar, k, column + rank * B_PART);
+    tma_load<1>(to, map, bar, k, column);
   }
 }
 
@@ -132,30 +127,27 @@ constexpr u32 ALL_BLOCKS = 0x7c, LAST = 1 << 7; // of the tile
 constexpr u32 ON_STANDARDS = 1 << 8;            // all scales of the tile are their lines' standards
 constexpr int K_TILE = 9;
 
-// Whether lines of a k-tile have small numbers: rows of the whole cluster, columns; read, not looked at.
+// Whether lines of a k-tile have small numbers: rows, columns; read, not looked at.
 struct Small {
-  int rows[CLUSTER * (BM / 64)], columns[BN / 64];
+  int rows[BM / 64], columns[BN / 64];
 
   __device__ __forceinline__ void read(const Params& p, Tile tile, int kt) {
     const int each_a = p.a_lines / 64, each_b = p.b_lines / 64;
-    const int row = tile.m * CLUSTER * (BM / 64), column = tile.n * (BN / 64);
+    const int row = tile.m * (BM / 64), column = tile.n * (BN / 64);
 #pragma unroll
-    for (int i = 0; i < CLUSTER * (BM / 64); ++i)
+    for (int i = 0; i < BM / 64; ++i)
       rows[i] = !READS && row + i < each_a ? p.a_small[static_cast<long long>(kt) * each_a + row + i] : 0;
 #pragma unroll
     for (int i = 0; i < BN / 64; ++i)
       columns[i] = column + i < each_b ? p.b_small[static_cast<long long>(kt) * each_b + column + i] : 0;
   }
 
-  // In the bits that consumers are told, with the levels that any of the cluster has.
-  __device__ __forceinline__ u32 bits(u32 rank) const {
+  // In the bits that consumers are told.
+  __device__ __forceinline__ u32 bits() const {
     u32 found = 0;
 #pragma unroll
-    for (int i = 0; i < CLUSTER * (BM / 64); ++i) {
-      const bool has = rows[i] & HAS_SMALL;
-      if (has) found |= A_LEVEL;
-      if (has && i / (BM / 64) == rank) found |= 1 << (A_BLOCKS + i % (BM / 64));
-    }
+    for (int i = 0; i < BM / 64; ++i)
+      if (rows[i] & HAS_SMALL) found |= A_LEVEL | 1 << (A_BLOCKS + i);
 #pragma unroll
     for (int i = 0; i < BN / 64; ++i)
       if (columns[i] & HAS_SMALL) found |= B_LEVEL | 1 << (B_BLOCKS + i);
@@ -166,14 +158,14 @@ struct Small {
 // Whether no line of a tile has a scale apart from its standard along these k-tiles; asked by a warp.
 __device__ __forceinline__ bool on_standards(const Params& p, Tile tile, int begin, int end) {
   const int each_a = p.a_lines / 64, each_b = p.b_lines / 64;
-  const int row = tile.m * CLUSTER * (BM / 64), column = tile.n * (BN / 64);
+  const int row = tile.m * (BM / 64), column = tile.n * (BN / 64);
   int found = 0;
 #pragma unroll 1
   for (int kt = begin + lane_id(); kt < end; kt += 32) {
     const int* const rows = p.a_small + static_cast<long long>(kt) * each_a;
     const int* const columns = p.b_small + static_cast<long long>(kt) * each_b;
 #pragma unroll
-    for (int i = 0; i < CLUSTER * (BM / 64); ++i) found |= rows[min(row + i, each_a - 1)];
+    for (int i = 0; i < BM / 64; ++i) found |= rows[min(row + i, each_a - 1)];
 #pragma unroll
     for (int i = 0; i < BN / 64; ++i) found |= columns[min(column + i, each_b - 1)];
   }
@@ -183,7 +175,7 @@ __device__ __forceinline__ bool on_standards(const Params& p, Tile tile, int beg
 // A stage is filled by a thread and a warp: load(stage, whether its turn is odd, its barrier, tile, k-tile, what
 // consumers are told).
 template <bool kWarp, class Load>
-__device__ __forceinline__ void fill(const Params& p, u32 base, u32 rank, int first, int step, int tiles,
+__device__ __forceinline__ void fill(const Params& p, u32 base, int first, int step, int tiles,
                                      const Load& load) {
   constexpr u32 kA = 3 << A_BLOCKS, kB = ALL_BLOCKS & ~kA, kLevels = A_LEVEL | B_LEVEL;
   int stage = 0;
@@ -203,7 +195,7 @@ __device__ __forceinline__ void fill(const Params& p, u32 base, u32 rank, int fi
 #pragma unroll 1
       for (u32 levels = 0; levels <= (found & kLevels); ++levels) {
         if (levels & ~found) continue;
-        if (levels == 0 && last) found = small.bits(rank);  // others' first steps need not wait for it
+        if (levels == 0 && last) found = small.bits();  // others' first steps need not wait for it
         u32 told = static_cast<u32>(kt) << K_TILE | kind | levels;
         told |= (levels & A_LEVEL ? found : ALL_BLOCKS) & kA;
         told |= (levels & B_LEVEL ? found : ALL_BLOCKS) & kB;
@@ -212,16 +204,13 @@ __device__ __forceinline__ void fill(const Params& p, u32 base, u32 rank, int fi
         mbar_wait(full + STAGES * 8, odd ^ 1);  // a fresh barrier counts as "previous phase done"
         load(stage, odd, full, tile, kt, told);
         if (++stage == STAGES) { stage = 0; odd ^= 1; }
-        if (levels == 0 && !last) found = small.bits(rank);
+        if (levels == 0 && !last) found = small.bits();
       }
     }
   }
 }
 
-__device__ __forceinline__ int row_of(Tile tile, u32 rank) { return (tile.m * CLUSTER + rank) * BM; }
-
-__device__ __forceinline__ void fill_planes(const Params& p, u32 base, u32 rank, int first, int step,
-                                            int tiles) {
+__device__ __forceinline__ void fill_planes(const Params& p, u32 base, int first, int step, int tiles) {
   const auto load = [&](int stage, u32, u32 full, Tile tile, int kt, u32 told) {
     const u32 to = base + stage * STAGE_BYTES;
     const TensorMap* const a = p.a + (told & A_LEVEL ? 2 : 0);
@@ -229,43 +218,42 @@ __device__ __forceinline__ void fill_planes(const Params& p, u32 base, u32 rank,
     mbar_expect(full, STAGE_BYTES);
 #pragma unroll
     for (int plane = 0; plane < 2; ++plane) {
-      if (!READS) load_a(a + plane, to + plane * A_BYTES, full, row_of(tile, rank), kt * BK);
-      load_b(b + plane, to + A_STAGE + plane * B_BYTES, full, tile.n * BN, kt * BK, rank);
+      if (!READS) load_a(a + plane, to + plane * A_BYTES, full, tile.m * BM, kt * BK);
+      load_b(b + plane, to + A_STAGE + plane * B_BYTES, full, tile.n * BN, kt * BK);
     }
 #pragma unroll
     for (int half = 0; half < 2 * READS; ++half)
-      tma_load<1>(to + half * A_BYTES, p.a, full, kt * BK + half * (BK / 2), row_of(tile, rank));
+      tma_load<1>(to + half * A_BYTES, p.a, full, kt * BK + half * (BK / 2), tile.m * BM);
   };
-  fill<false>(p, base, rank, first, step, tiles, load);
+  fill<false>(p, base, first, step, tiles, load);
 }
 
-// Those of lines that exist; the last blocks of a cluster may have no rows. By a warp.
-__device__ __forceinline__ void fill_scales(const Params& p, u32 base, u32 rank, int first, int step,
-                                            int tiles) {
+// Those of lines that exist. By a warp.
+__device__ __forceinline__ void fill_scales(const Params& p, u32 base, int first, int step, int tiles) {
   const auto load = [&](int stage, u32 odd, u32 full, Tile tile, int kt, u32 told) {
     if (lane_id()) return;
     const u32 to = scales_at(base, stage, odd);
-    const int row = row_of(tile, rank), column = tile.n * BN;
-    const int rows = READS ? 0 : max(min(BM, p.a_lines - row), 0), columns = min(BN, p.b_lines - column);
+    const int row = tile.m * BM, column = tile.n * BN;
+    const int rows = READS ? 0 : min(BM, p.a_lines - row), columns = min(BN, p.b_lines - column);
     store_shared32(to + TOLD_OFFSET, told);
     mbar_expect(full, 4 * (rows + columns));
-    if (!READS && (CLUSTER == 1 || rows))
+    if (!READS)
       bulk_load(to, p.a_scales + static_cast<long long>(kt) * p.a_lines + row, full, 4 * rows);
     bulk_load(to + 4 * BM, p.b_scales + static_cast<long long>(kt) * p.b_lines + column, full,
               4 * columns);
   };
-  fill<true>(p, base, rank, first, step, tiles, load);
+  fill<true>(p, base, first, step, tiles, load);
 }
 
 // ---------------------------------------------------------------- products
 // acc[4j + 2h + e] is at row warp*16 + h*8 + lane/4, column 8j + 2*(lane%4) + e of a consumer's.
 
 __device__ __forceinline__ void begin_turn(int consumer) {
-  if (TURNS) bar_sync(1 + consumer, 256);
+  bar_sync(1 + consumer, 256);
 }
 
 __device__ __forceinline__ void end_turn(int consumer) {
-  if (TURNS) bar_arrive(1 + (consumer ^ 1), 256);
+  bar_arrive(1 + (consumer ^ 1), 256);
 }
 
 template <bool kFirst>
@@ -353,12 +341,7 @@ struct Pipe {
 
   __device__ __forceinline__ void release() const {
     __syncwarp();  // its lanes have read the scales of the step before
-    const u32 empty = base + BAR_OFFSET + (STAGES + stage) * 8, lane = lane_id();
-    if (CLUSTER > 1) {
-      if (lane < CLUSTER) mbar_arrive_cta(empty, lane);
-    } else if (lane == 0) {
-      mbar_arrive(empty);
-    }
+    if (lane_id() == 0) mbar_arrive(base + BAR_OFFSET + (STAGES + stage) * 8);
   }
 
   __device__ __forceinline__ void next() {
@@ -797,38 +780,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) planes_product(const __
   extern __shared__ __align__(1024) char smem[];
   const u32 base = smem_addr(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       mbar_init(base + BAR_OFFSET + s * 8, 2);
-      mbar_init(base + BAR_OFFSET + (STAGES + s) * 8, 8 * CLUSTER);
+      mbar_init(base + BAR_OFFSET + (STAGES + s) * 8, 8);
     }
     for (int i = 0; READS && i < 2 * STAGES + 8; ++i) mbar_init(base + SPLIT_OFFSET + i * 8, 4);
     for (int i = 0; READS && i < 8; ++i) mbar_init(base + AGAIN_OFFSET + i * 8, 1);
     fence_barriers();
   }
-  if constexpr (CLUSTER > 1) cluster_sync(); else __syncthreads();
+  __syncthreads();
   wait_for_previous();
   let_next_start();
 
   const int tiles = p.tiles_m * p.tiles_n * p.slices;
-  const int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
+  const int first = blockIdx.x, step = gridDim.x;
   if (warpgroup == 0) {
     fewer_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) fill_planes(p, base, rank, first, step, tiles);
-    if (threadIdx.x / 32 == 1) fill_scales(p, base, rank, first, step, tiles);
+    if (threadIdx.x == 0) fill_planes(p, base, first, step, tiles);
+    if (threadIdx.x / 32 == 1) fill_scales(p, base, first, step, tiles);
   } else if (READS && warpgroup > 2) {
     fewer_registers<SPLIT_REGISTERS>();
     split_tiles(p, base, warpgroup - 3, first, step, tiles);
   } else {
     more_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1, warp = threadIdx.x % 128 / 32;
-    if (TURNS && consumer == 1) bar_arrive(1, 256);  // consumer 0 starts
+    if (consumer == 1) bar_arrive(1, 256);  // consumer 0 starts
     Pipe pipe{base, consumer, warp, 0, 0, 0};
     for (int t = first; t < tiles; t += step) {
       const Tile tile = tile_at(p, t);
-      const int row = row_of(tile, rank) + consumer * (BM / 2) + warp * 16;
+      const int row = tile.m * BM + consumer * (BM / 2) + warp * 16;
       const Results results{p, row, tile.n * BN, tile.slice};
       float sum[BN / 2] = {};
       u32 told = LAST;
@@ -845,8 +827,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) planes_product(const __
       results.finish(sum);
     }
   }
-  __syncwarp();
-  if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while a peer may still write to it
 }
 
 // The slices' sums, added up in their order and finished.

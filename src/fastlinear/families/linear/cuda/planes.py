@@ -33,7 +33,6 @@ _LINES = 128  # of a part a multiple
 _MOST_SLICES = 64
 _MOST = 1 << 30  # of each size: coordinates of tiles are 32-bit
 _MOST_NUMBERS = 1 << 29
-_MOST_COLUMNS = 128  # where the first operand is read, or lines have standards
 _HERE = Path(__file__)
 
 
@@ -92,20 +91,16 @@ class Config:
     Attributes:
         bn: columns of a tile of 128 rows.
         stages: of the pipeline, each 64 steps along K.
-        cluster: blocks along M that share one tile of the second operand.
-        group_m: row tiles (of 128 * cluster) visited before moving to the next column.
-        turns: whether consumers issue their products by turns.
+        group_m: row tiles visited before moving to the next column.
         slices: that K is shared out in.
         reads: whether the first operand comes as numbers, which are split where they lie in shared
             memory.
         standards: whether lines of both operands have standards.
     """
 
-    bn: int = 192
-    stages: int = 2
-    cluster: int = 1
+    bn: int = 128
+    stages: int = 3
     group_m: int = 8
-    turns: bool = True
     slices: int = 1
     reads: bool = False
     standards: bool = False
@@ -123,12 +118,10 @@ class Config:
 
     def invalid(self, k: int) -> str | None:
         """Why this configuration cannot serve products of that depth, or None."""
-        if self.bn not in STAGES or self.bn % (8 * self.cluster) or BK % (8 * self.cluster):
-            return f"{self.bn} columns of {self.cluster} blocks"
-        if self.reads and (self.bn > _MOST_COLUMNS or self.cluster > 1):
-            return f"{self.bn} columns of {self.cluster} blocks beside numbers that are read"
-        if self.standards and (self.bn > _MOST_COLUMNS or self.reads):
-            return f"{self.bn} columns on standards"
+        if self.bn not in STAGES:
+            return f"{self.bn} columns"
+        if self.standards and self.reads:
+            return "standards of numbers that are read"
         if self.stages < 2 or self.shared_bytes > SHARED_LIMIT:
             return f"{self.shared_bytes} bytes of shared memory with {self.stages} stages"
         if (self.slices - 1) * slice_tiles(k, self.slices) >= ceil(k / BK):
@@ -138,8 +131,7 @@ class Config:
     def terms(self, m: int, n: int, k: int, units: int) -> tuple[float, ...]:
         """What a launch's time is a weighted sum of: for each width of tiles its products and its
         tiles, in turn; then one, what slices write and read again, and whether there are any."""
-        tiles = ceil(m / (128 * self.cluster)) * ceil(n / self.bn) * self.slices
-        rounds = ceil(tiles / (units // self.cluster))
+        rounds = ceil(ceil(m / 128) * ceil(n / self.bn) * self.slices / units)
         steps = rounds * slice_tiles(k, self.slices)
         by_width = [v * (bn == self.bn) for bn in STAGES for v in (steps, rounds)]
         apart = self.slices > 1
@@ -167,9 +159,7 @@ def source(
         "BM": 128,
         "BN": config.bn,
         "STAGES": config.stages,
-        "CLUSTER": config.cluster,
         "GROUP_M": config.group_m,
-        "TURNS": int(config.turns),
         "READS": int(config.reads),
         "STANDARDS": int(config.standards),
         "A_MN": int(turned[0]),
@@ -203,16 +193,16 @@ def _text(macros: dict[str, str | int], instructions: str, kernel: Path) -> str:
     return defines + instructions + "".join(p.read_text() for p in files)
 
 
-STAGES = {64: 4, 128: 3, 192: 2}
+STAGES = {64: 4, 128: 3}
 """Of each width of tiles, as many as shared memory holds."""
-# Microseconds of each of ``terms``, by ``reads``: fitted to 4,723 launches of drawn products on an
+# Microseconds of each of ``terms``, by ``reads``: fitted to 3,033 launches of drawn products on an
 # H200 (``results/nvidia-h200/planes.jsonl.gz``).
 _US = (
-    (1.005, 1.823, 1.513, 2.773, 2.342, 3.243, 1.125, 2.373, 1.514),
-    (1.663, 0.9506, 1.95, 2.101, 0.0, 0.0, 2.152, 2.559, 1.565),
-    (0.9, 1.9, 1.3, 2.8, 0.0, 0.0, 1.125, 2.373, 1.514),
+    (1.059, 1.488, 1.581, 2.274, 1.287, 2.259, 1.581),
+    (1.714, 0.8687, 1.976, 1.901, 2.316, 2.546, 1.326),
+    (0.872, 1.699, 1.132, 2.906, 1.254, 3.745, 1.318),
 )
-START_US = _US[0][6]
+START_US = _US[0][4]
 """Of it what any launch takes."""
 # Of a million numbers that are split beforehand: 65,536 rows of 256 take 36.2 us, of which any
 # launch takes 2.4 (``planes-layers.jsonl``).
@@ -239,9 +229,7 @@ def candidates(
         while one.shared_bytes > SHARED_LIMIT:
             one = replace(one, stages=one.stages - 1)
         for slices in sorted(counts):
-            found = replace(one, slices=slices)
-            if not (reads or standards) or found.invalid(k) is None:
-                yield found
+            yield replace(one, slices=slices)
 
 
 @cache

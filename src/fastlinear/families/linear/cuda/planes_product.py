@@ -43,10 +43,9 @@ class _ProductPlan:
         m, _, n = self._sizes
         block = self._block(a, b, config, device)
         kernel = compiled.kernel(text, KERNEL, config.shared_bytes, device)
-        launch = driver.Launch(kernel, config.threads, config.cluster, [block.argument])  # type: ignore[list-item]
-        tiles = -(-m // (128 * config.cluster)) * -(-n // config.bn)
-        blocks = min(tiles * config.slices, launch.max_clusters())
-        launch.set_grid(blocks * config.cluster)
+        launch = driver.Launch(kernel, config.threads, 1, [block.argument])  # type: ignore[list-item]
+        tiles = -(-m // 128) * -(-n // config.bn) * config.slices
+        launch.set_grid(min(tiles, launch.max_clusters()))
         launch.begin_early()
         self._runs = [Prepared(launch, device, block.places, block.masks)]
         if config.slices > 1:
@@ -64,7 +63,7 @@ class _ProductPlan:
                 kind, columns = ("float16", 64) if t.itemsize == 2 else ("float32", 32)
                 of = driver.TensorMap(
                     *(kind, t.shape[0], t.shape[1], t.stride(0)),
-                    *(rows // config.cluster if i else rows, columns, t.data_ptr(), device),
+                    *(rows, columns, t.data_ptr(), device),
                 )
                 block.map(MAP_BYTES * (4 * i + j), of, first + number)
             for j in range(2 + READ):  # scales, small, what is read
@@ -75,7 +74,7 @@ class _ProductPlan:
                 block.numbers(_MAPS + 112 + 16 * (2 * j + i), "2q", *strides)
         for i in range(4):  # bias, y, pre, parts
             block.address(_MAPS + 80 + 8 * i, 2 * TENSORS + i)
-        tiles_m, tiles_n = -(-m // (128 * config.cluster)), -(-n // config.bn)
+        tiles_m, tiles_n = -(-m // 128), -(-n // config.bn)
         slices, each = config.slices, slice_tiles(k, config.slices)
         lines = [0 if isinstance(one, Source) else one.scales.shape[1] for one in (a, b)]
         block.numbers(

@@ -173,8 +173,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
   const int down = tile / m.across, right = tile - down * m.across;
   const int own = threadIdx.x, warp = own / 32, four = own % FOURS;
   const int row = down * SEGMENT + own / FOURS * 4, column = right * SEGMENT + 4 * four;
-  float4 v[4];
+  float4 v[4], of_rows = {};  // and lines' standards
   m.read(row, column, v);
+  float of_own = 0.0f;
+  if (m.standards && m.by_rows.scales)
+    of_rows = *reinterpret_cast<const float4*>(m.standards_of(false) + row);
+  if (m.standards && m.by_columns.scales && own < SEGMENT)
+    of_own = m.standards_of(true)[right * SEGMENT + own];
   if (m.by_columns.scales) tell_columns<Span>(told[warp], v);
   if (m.sums) {
     const float4 s = {
@@ -197,12 +202,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
       for (int i = 0; i < 4; ++i) s[i] = of_row<Known>(v[i]).scale();
     }
     if (m.standards) {
-      const float4 standard = *reinterpret_cast<const float4*>(m.standards_of(false) + row);
-      const float of_rows[4] = {standard.x, standard.y, standard.z, standard.w};
+      const float standards[4] = {of_rows.x, of_rows.y, of_rows.z, of_rows.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        s[i] = on_standard(s[i], least[i], of_rows[i]);
-        apart |= s[i] != of_rows[i];
+        s[i] = on_standard(s[i], least[i], standards[i]);
+        apart |= s[i] != standards[i];
       }
     }
     float* const to = m.by_rows.scales + right * m.by_rows.lines + row;
@@ -234,9 +238,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
   }
   bool apart = false;
   if (own < SEGMENT && m.standards) {
-    const float standard = m.standards_of(true)[place];
-    s = on_standard(s, span.least, standard);
-    apart = s != standard;
+    s = on_standard(s, span.least, of_own);
+    apart = s != of_own;
   }
   if (own < SEGMENT)
     reinterpret_cast<float*>(scales)[own] = m.by_columns.scales[down * m.by_columns.lines + place] = s;
