@@ -70,7 +70,7 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
         scales = torch.ones(segments, blocks * 64, device=place)
         small = torch.zeros(segments, blocks, dtype=torch.int32, device=place)
         given = high, low, small_high, small_low, scales, small
-        source = planes_split.Source(numbers, standards=standards)
+        source = planes_split.Source(numbers, standards=(standards, standards))
         return planes_split.Planes(*given, source, not by_rows)
 
     ways, (reads, standards) = of_rows[p["piece"]], _how(p)

@@ -45,7 +45,7 @@ def split(
     matrices: Sequence[Tensor], by_columns: Sequence[bool], standards: bool = False
 ) -> list[Planes]:
     sources = [Source(t, not way, way) for t, way in zip(matrices, by_columns, strict=True)]
-    return planes_split.split([one._replace(standards=standards) for one in sources])
+    return planes_split.split([s._replace(standards=(standards, standards)) for s in sources])
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
@@ -188,7 +188,8 @@ def multiply(
     if config.reads:
         assert planes_product.can_be_read(source)
         return planes_product.product(source, second, config=config)[0]
-    ways = source._replace(by_rows=not turned[0], by_columns=turned[0], standards=config.standards)
+    ways = source._replace(by_rows=not turned[0], by_columns=turned[0])
+    ways = ways._replace(standards=(config.standards, config.standards))
     return planes_product.product(*planes_split.split([ways]), second, config=config)[0]
 
 
@@ -355,6 +356,11 @@ def test_segments_apart_from_the_standard() -> None:
     scales, standards = planes.scales[:-1], planes.scales[-1]
     assert (scales != standards)[:, :70].nonzero().tolist() == [[1, 66], [2, 3], [3, 67]]
     assert not (split((a,), (False,))[0].small & 2).eq(0).any()
+    by_rows, by_columns = planes_split.split([Source(a, True, True, standards=(True, False))])
+    assert torch.equal(by_rows.small, planes.small)
+    assert torch.equal(by_rows.scales, planes.scales)
+    assert (by_columns.small & 2).all()
+    assert len(by_columns.scales) == 2
 
 
 def test_rows_and_columns_of_any_scale() -> None:

@@ -24,7 +24,7 @@ from fastlinear.families.gated.stacking import (
     split_weights,
 )
 from fastlinear.families.linear.cuda.planes import Derivation, parts, why_not_of
-from fastlinear.families.linear.cuda.planes_product import gain_by_standards, product
+from fastlinear.families.linear.cuda.planes_product import gains_by_standards, product
 from fastlinear.families.linear.cuda.planes_split import Planes, Source, split
 
 # Numbers of the widest matrix of a part of the rows: planes of five exist at once, of 8 bytes.
@@ -74,7 +74,7 @@ def forward(
     n = len(weights.down)
     kept = empty_pre(x, size, order) if save_pre else None
     y = x.new_empty(m, n)
-    made = Split(gain_by_standards(x, (m, size, k), (m, n, size)))
+    made = Split(_standards(x, (m, size, k), (m, n, size)))
     for rows in row_parts(m, k, size, n):
         pre = empty_pre(x[rows], size, order) if kept is None else _of_rows(kept, rows)
         _pre_activations(x[rows], weights, biases, pre, made)
@@ -133,7 +133,7 @@ def backward(
     if inner or pre is None:
         k = x.shape[1]
         products += [(m, size, n), (m, size, k), (m, k, size), (size, k, m)]
-    made = Split(gain_by_standards(dy, *products))
+    made = Split(_standards(dy, *products))
     for i, rows in enumerate(row_parts(m, *wide)):
         at = None if pre is None else _of_rows(pre, rows)
         if at is None and any(needs[:6]):
@@ -197,6 +197,11 @@ def _backward_part(
             product(rows, turned, into=(dx, None), added=name == "up")
 
 
+def _standards(like: Tensor, *products: tuple[int, int, int]) -> bool:
+    """Whether standards of all lines pay for one of a call's products (M, N, K)."""
+    return any(gains_by_standards(like, *product) for product in products)
+
+
 def _of_weights(made: Split) -> Split:
     """Those that all parts of the rows share."""
     shared = Split(made.standards)
@@ -215,7 +220,7 @@ def _split(made: Split, /, **sources: Source) -> Split:
         )
         if by_rows or by_columns or s.sums is not None:
             s = s._replace(by_rows=by_rows, by_columns=by_columns)
-            wanted[name] = s._replace(standards=made.standards)
+            wanted[name] = s._replace(standards=(made.standards, made.standards))
     if wanted:
         names = [
             (name, by_columns)

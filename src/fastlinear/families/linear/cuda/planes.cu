@@ -172,8 +172,8 @@ __device__ __forceinline__ bool on_standards(const Params& p, Tile tile, int beg
   return !__any_sync(0xffffffffu, found & APART);
 }
 
-// A stage is filled by a thread and a warp: load(stage, whether its turn is odd, its barrier, tile, k-tile, what
-// consumers are told).
+// A stage is filled by a thread and a warp: load(stage, whether its turn is odd, its barrier, tile, k-tile,
+// what consumers are told).
 template <bool kWarp, class Load>
 __device__ __forceinline__ void fill(const Params& p, u32 base, int first, int step, int tiles,
                                      const Load& load) {

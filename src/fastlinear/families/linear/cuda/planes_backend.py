@@ -11,7 +11,7 @@ from torch import Tensor
 from fastlinear.families.linear.cuda.planes import AT_ONCE, Derivation, parts
 from fastlinear.families.linear.cuda.planes_product import (
     empty,
-    gain_by_standards,
+    gains_by_standards,
     is_read,
     product,
     sides,
@@ -23,10 +23,10 @@ def _lines(source: Source) -> int:
     return source.numbers.shape[1 if source.by_columns else 0]
 
 
-def _with_standards(sources: tuple[Source, ...], *products: tuple[int, int, int]) -> list[Source]:
-    """What products (M, N, K) are of, with standards of lines where these pay."""
-    standards = gain_by_standards(sources[0].numbers, *products)
-    return [one._replace(standards=standards) for one in sources]
+def _with_standards(a: Source, b: Source, m: int, n: int, k: int) -> tuple[Source, Source]:
+    """What a product (M, N, K) is of, with standards of lines where these pay."""
+    standards = (gains_by_standards(a.numbers, m, n, k),) * 2
+    return a._replace(standards=standards), b._replace(standards=standards)
 
 
 def _of_rows(
@@ -37,7 +37,7 @@ def _of_rows(
         (second,) = split((b,))
         return product(a._replace(by_rows=False), second, bias, activation, save)
     lines, width = a.numbers.shape
-    a, b = _with_standards((a, b), (lines, _lines(b), width))
+    a, b = _with_standards(a, b, lines, _lines(b), width)
     each = parts(lines, width, AT_ONCE)
     if len(each) == 1:
         first, second = split((a, b))
@@ -55,7 +55,7 @@ def _of_columns(a: Source, b: Source) -> Tensor | None:
     """``product`` of A by columns, in parts where it is large; None where it is but summed."""
     rows, columns = a.numbers.shape
     if a.by_columns:
-        a, b = _with_standards((a, b), (columns, b.numbers.shape[1], rows))
+        a, b = _with_standards(a, b, columns, b.numbers.shape[1], rows)
     each = parts(columns, rows, AT_ONCE)
     others = (b,) if a.by_columns else ()
     if len(each) == 1:
@@ -129,9 +129,12 @@ def backward(
         return dx, _of_columns(*by_columns) if for_dw or for_db else None, db
     (m, n), k = dy.shape, weight.shape[1]
     if not for_dw:
-        sources = by_rows[0]._replace(sums=db), by_rows[1]
-        first, second = split(_with_standards(sources, (m, k, n)))
+        first, second = split(_with_standards(by_rows[0]._replace(sums=db), by_rows[1], m, k, n))
         return product(first, second)[0], None, db
-    all_three = by_columns[0]._replace(by_rows=True), by_rows[1], by_columns[1]
-    rows, columns, w, turned = split(_with_standards(all_three, (m, k, n), (n, k, m)))
+    of_dx, of_w = _with_standards(*by_rows, m, k, n)
+    of_dw, of_x = _with_standards(*by_columns, n, k, m)
+    standards = of_dx.standards[0], of_dw.standards[1]
+    rows, columns, w, turned = split(
+        (of_dw._replace(by_rows=True, standards=standards), of_w, of_x)
+    )
     return product(rows, w)[0], product(columns, turned)[0], db

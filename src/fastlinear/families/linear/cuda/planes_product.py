@@ -128,10 +128,9 @@ def is_read(source: Source, n: int) -> bool:
     return can_be_read(source) and split_late(m, n, k, _units(source.numbers.device.index))
 
 
-def gain_by_standards(like: Tensor, *products: tuple[int, int, int]) -> bool:
-    """Whether standards of all lines pay for one of a call's products (M, N, K)."""
-    units = _units(like.device.index)
-    return any(standards_pay(*product, units) for product in products)
+def gains_by_standards(like: Tensor, m: int, n: int, k: int) -> bool:
+    """Whether standards of their lines pay for a product of split operands."""
+    return standards_pay(m, n, k, _units(like.device.index))
 
 
 def _along(t: Tensor, by_columns: bool) -> tuple[int, int]:
@@ -189,7 +188,8 @@ def product(
     first, second = _source(a), b.source
     device = b.high.device.index
     reads = isinstance(a, Source)
-    standards = first.standards and second.standards and not reads
+    both = first.standards[a.by_columns] and second.standards[b.by_columns]
+    standards = both and not reads
     config = config or config_for(m, n, k, _units(device), reads, standards)
     assert config.reads == reads, "the configuration is for other operands"
     assert standards or not config.standards, "lines have no standards"

@@ -32,11 +32,12 @@ struct Matrix {
   int first, across;     // its first block; its blocks beside each other
   int derivation;        // how it is derived
   int together;          // matrices up to the last with this first block, which take their blocks by turns
-  int standards;         // whether lines have standards
+  int standards;         // whether lines have standards: by rows (1), by columns (2)
 
-  // Blocks of 64 lines one way: none where that is not wanted.
-  __device__ __forceinline__ int blocks(const Side& way) const {
-    return way.scales ? static_cast<int>(way.lines / SEGMENT) : 0;
+  // Blocks of 64 lines that have standards.
+  __device__ __forceinline__ int blocks_with_standards(bool by_columns) const {
+    const Side& way = by_columns ? this->by_columns : by_rows;
+    return standards >> by_columns & 1 ? static_cast<int>(way.lines / SEGMENT) : 0;
   }
 
   __device__ __forceinline__ float* standards_of(bool by_columns) const {
@@ -96,13 +97,14 @@ struct Matrix {
     }
   }
 
-  // All planes of a thread's numbers, of which some may be `small`; whether scales are `apart`.
+  // All planes of a thread's numbers, of which some may be `small`, or on scales `apart` from standards.
   __device__ __forceinline__ void put(const Side& to, int segment, int line, int row, int c,
-                                      const float4 (&v)[4], bool small, bool apart) const {
+                                      const float4 (&v)[4], bool small, bool with_standards,
+                                      bool apart) const {
     if (small) put<1>(to, row, c, v);
     else put<0>(to, row, c, v);
     const bool found = __syncthreads_or(small);
-    const bool any_apart = !standards || __syncthreads_or(apart);
+    const bool any_apart = !with_standards || __syncthreads_or(apart);
     if (threadIdx.x == 0)
       to.small[segment * (to.lines / SEGMENT) + line] =
           (found ? HAS_SMALL : 0) | (any_apart ? APART : 0);
@@ -176,9 +178,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
   float4 v[4], of_rows = {};  // and lines' standards
   m.read(row, column, v);
   float of_own = 0.0f;
-  if (m.standards && m.by_rows.scales)
+  const bool with_row = m.standards & 1, with_column = m.standards & 2;  // of rows', of columns' standards
+  if (with_row)
     of_rows = *reinterpret_cast<const float4*>(m.standards_of(false) + row);
-  if (m.standards && m.by_columns.scales && own < SEGMENT)
+  if (with_column && own < SEGMENT)
     of_own = m.standards_of(true)[right * SEGMENT + own];
   if (m.by_columns.scales) tell_columns<Span>(told[warp], v);
   if (m.sums) {
@@ -201,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[i] = of_row<Known>(v[i]).scale();
     }
-    if (m.standards) {
+    if (with_row) {
       const float standards[4] = {of_rows.x, of_rows.y, of_rows.z, of_rows.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -217,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
       small |= s[i] >= 0.0f && below(least[i], s[i]);
       on_scale[i] = scaled(v[i], {s[i], s[i], s[i], s[i]});
     }
-    m.put(m.by_rows, right, down, row, column, on_scale, small, apart);
+    m.put(m.by_rows, right, down, row, column, on_scale, small, with_row, apart);
   }
   if (!m.by_columns.scales && !m.sums) return;
   __syncthreads();
@@ -237,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
     if (own < SEGMENT) s = of_column<Known>(told, own).scale();
   }
   bool apart = false;
-  if (own < SEGMENT && m.standards) {
+  if (own < SEGMENT && with_column) {
     s = on_standard(s, span.least, of_own);
     apart = s != of_own;
   }
@@ -246,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
   const bool small = __syncthreads_or(s >= 0.0f && below(span.least, s));
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = scaled(v[i], scales[four]);
-  m.put(m.by_columns, down, right, row, column, v, small, apart);
+  m.put(m.by_columns, down, right, row, column, v, small, with_column, apart);
 }
 
 // Standards of 64 lines, from the first segment of each; where that is nothing but zeros, from those of
@@ -258,13 +261,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) planes_standards(const __g
   int which = 0, block = blockIdx.x;
   for (;; ++which) {
     const Matrix& m = p.of[which];
-    const int own = m.standards ? m.blocks(m.by_rows) + m.blocks(m.by_columns) : 0;
+    const int own = m.blocks_with_standards(false) + m.blocks_with_standards(true);
     if (block < own) break;
     block -= own;
   }
   const Matrix& m = p.of[which];
-  const bool by_columns = block >= m.blocks(m.by_rows);
-  if (by_columns) block -= m.blocks(m.by_rows);
+  const bool by_columns = block >= m.blocks_with_standards(false);
+  if (by_columns) block -= m.blocks_with_standards(false);
   const int own = threadIdx.x, four = own % FOURS, line = block * SEGMENT;
   const int row = (by_columns ? 0 : line) + own / FOURS * 4, column = (by_columns ? line : 0) + 4 * four;
   float4 v[4];

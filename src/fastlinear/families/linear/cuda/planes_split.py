@@ -40,7 +40,8 @@ class Source(NamedTuple):
         saved, other: (rows, columns), where its derivation reads them.
         activation: of its derivation; one for all that are split together.
         sums: memory for its sums over rows, (columns,).
-        standards: whether lines have standards, which products of two such matrices gain by.
+        standards: whether lines have standards, by rows and by columns: products of two such
+            matrices gain by them.
     """
 
     numbers: Tensor
@@ -51,7 +52,7 @@ class Source(NamedTuple):
     other: Tensor | None = None
     activation: str = "none"
     sums: Tensor | None = None
-    standards: bool = False
+    standards: tuple[bool, bool] = (False, False)
 
     @property
     def read(self) -> tuple[Tensor | None, ...]:
@@ -124,8 +125,8 @@ def _side_by_side(source: Source) -> tuple[Source, bool]:
     t = source.numbers
     turned = t.stride(0) == 1 < t.stride(1) and len(t) > 1
     if turned and source.derivation is Derivation.NONE and source.sums is None:
-        standards = source.standards
-        return Source(t.t(), source.by_columns, source.by_rows, standards=standards), True
+        ways = source.by_columns, source.by_rows
+        return Source(t.t(), *ways, standards=source.standards[::-1]), True
     return source.replaced(_dense), False
 
 
@@ -184,7 +185,7 @@ def _side(source: Source, by_columns: bool) -> Planes:
     planes = t.new_empty(4, rows, pitch(columns), dtype=torch.float16)[:, :, :columns]
     k, lines = (rows, columns) if by_columns else (columns, rows)
     segments, blocks = _up(k, BK) // BK, _up(lines, BK) // BK
-    scales = t.new_empty(segments + source.standards, blocks * BK)
+    scales = t.new_empty(segments + source.standards[by_columns], blocks * BK)
     small = t.new_empty(segments, blocks, dtype=torch.int32)
     high, low, small_high, small_low = planes
     return Planes(high, low, small_high, small_low, scales, small, source, by_columns)
@@ -203,7 +204,7 @@ class _SplitPlan:
         def run(kernel: str, block: Block, blocks: int) -> None:
             self._runs.append(prepared(text, kernel, block, SPLIT_THREADS, blocks, device))
 
-        lines = sum(_blocks_of_lines(s) for s in sources if s.standards)
+        lines = sum(_blocks_with_standards(s) for s in sources)
         if lines:
             run(STANDARDS_KERNEL, _parameters(sources, turns)[0], lines)
         run(SPLIT_KERNEL, *_parameters(sources, turns))  # each launch has memory of its own
@@ -228,10 +229,16 @@ def _blocks(source: Source) -> tuple[int, int]:
     return rows, columns
 
 
-def _blocks_of_lines(source: Source) -> int:
-    """Of a matrix, blocks of 64 lines, in each way that is wanted."""
-    down, across = _blocks(source)
-    return source.by_rows * down + source.by_columns * across
+def _ways_with_standards(source: Source) -> tuple[bool, bool]:
+    by_rows, by_columns = source.standards
+    return by_rows and source.by_rows, by_columns and source.by_columns
+
+
+def _blocks_with_standards(source: Source) -> int:
+    """Of a matrix, blocks of 64 lines that have standards."""
+    return sum(
+        n * way for n, way in zip(_blocks(source), _ways_with_standards(source), strict=True)
+    )
 
 
 def _parameters(sources: Sequence[Source], turns: Turns) -> tuple[Block, int]:
@@ -253,7 +260,8 @@ def _parameters(sources: Sequence[Source], turns: Turns) -> tuple[Block, int]:
             block.numbers(side + 8 * MADE, "q", _up(lines, BK))
         strides = [0 if t is None else t.stride(0) for t in one.read]
         table = rows, columns, pitch(columns), int(wide), first, across
-        how = one.derivation, turns[i][1], int(one.standards)
+        by_rows, by_columns = _ways_with_standards(one)
+        how = one.derivation, turns[i][1], by_rows + 2 * by_columns
         block.numbers(at + 2 * _SIDE_BYTES, f"{READ}q9i", *strides, *table, *how)
         if turns[i][0] == turns[i][1] - 1:
             first += down * across * turns[i][1]
