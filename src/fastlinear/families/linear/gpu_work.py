@@ -209,13 +209,15 @@ def product_of_planes(
     standards = not reads and planes.standards_pay(m, n, k, units())
     config = planes.config_for(m, n, k, units(), reads, standards)
     us = config.microseconds(m, n, k, units()) - planes.START_US
+    if standards:
+        us += planes.standards_us(m, n, k)
     sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
     how = ("reads",) * reads + ("standards",) * standards
     product = Work(f"{NAME} planes product", us, sizes, (f"tile:{config.bn}", *how, *flags))
     if config.slices == 1:
-        return (product,)
+        return (call(f"{NAME} planes"), product) if standards else (product,)
     sliced = replace(product, flags=(*product.flags, "sliced"))
-    return call(f"{NAME} planes"), sliced
+    return call(f"{NAME} planes", 1 + standards), sliced
 
 
 def layer(
@@ -227,7 +229,7 @@ def layer(
     if not full or capability() != planes.CAPABILITY or planes.why_not_of(m, k, n):
         return tiles
     split = bytes_us(p, 2 * (m * k + k * n))
-    us = split + planes.config_for(m, n, k, units()).microseconds(m, n, k, units())
+    us = split + planes.product_us(m, n, k, units())
     if us >= tiles[1].units:
         return tiles
     sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}

@@ -207,11 +207,12 @@ START_US = _US[0][4]
 # Of a million numbers that are split beforehand: 65,536 rows of 256 take 36.2 us, of which any
 # launch takes 2.4 (``planes-layers.jsonl``).
 _SPLIT_US = 2.0
-# Of standards: of any, of a thousand lines, of a million numbers that are put on them.
-_STANDARDS_US = 2.0, 0.07, 0.06
+# Of standards: of any, then of a thousand lines and of a million numbers that are put on them.
+_STANDARDS_START_US = 2.0
+_STANDARDS_US = 0.07, 0.06
 _LATE = 1.26
-"""What whole calls take where numbers are read, by what their product takes alone: of drawn calls,
-the flag ``reads`` of its price."""
+"""What whole calls take where numbers are read, by what their product takes alone: of layers that
+were timed both ways (``planes-layers.jsonl``)."""
 
 
 def slice_tiles(k: int, slices: int) -> int:
@@ -245,19 +246,32 @@ def config_for(
 @cache
 def standards_pay(m: int, n: int, k: int, units: int) -> bool:
     """Whether a product of lines with standards is predicted to gain more than these cost."""
+    plain, with_standards = _of_planes(m, n, k, units)
+    return with_standards < plain
+
+
+def product_us(m: int, n: int, k: int, units: int) -> float:
+    """What a product of operands that are split is predicted to take, standards included."""
+    return min(_of_planes(m, n, k, units))
+
+
+def _of_planes(m: int, n: int, k: int, units: int) -> tuple[float, float]:
+    """Microseconds of a product of lines without standards, and of one with them and of these."""
     plain, standard = (
         config_for(m, n, k, units, standards=s).microseconds(m, n, k, units) for s in (False, True)
     )
-    start, lines, numbers = _STANDARDS_US
-    cost = start + lines * (m + n) / 1e3 + numbers * (m + n) * k / 1e6
-    return standard + cost < plain
+    return plain, standard + _STANDARDS_START_US + standards_us(m, n, k)
+
+
+def standards_us(m: int, n: int, k: int) -> float:
+    """What standards of both operands take, but for a launch."""
+    lines, numbers = _STANDARDS_US
+    return lines * (m + n) / 1e3 + numbers * (m + n) * k / 1e6
 
 
 @cache
 def split_late(m: int, n: int, k: int, units: int) -> bool:
     """Whether a first operand that can be read is split where it is multiplied: where that is
     predicted to take less than a split beforehand and a product."""
-    late, apart = (
-        config_for(m, n, k, units, r).microseconds(m, n, k, units) for r in (True, False)
-    )
-    return _LATE * late < apart + _SPLIT_US * m * k / 1e6
+    late = config_for(m, n, k, units, reads=True).microseconds(m, n, k, units)
+    return _LATE * late < product_us(m, n, k, units) + _SPLIT_US * m * k / 1e6
