@@ -207,9 +207,12 @@ START_US = _US[0][4]
 # Of a million numbers that are split beforehand: 65,536 rows of 256 take 36.2 us, of which any
 # launch takes 2.4 (``planes-layers.jsonl``).
 _SPLIT_US = 2.0
-# Of standards: of any, then of a thousand lines and of a million numbers that are put on them.
-_STANDARDS_START_US = 2.0
+# Of standards: of any in a call, then of a thousand lines and of a million numbers that are put on them.
+_STANDARDS_START_US = 4.0
 _STANDARDS_US = 0.07, 0.06
+_SUSTAINED = 1.14
+"""What whole calls take of products on standards, by what these take alone: tensor cores that wait
+less draw more power, and run slower. Of drawn calls, the flag ``standards`` of their price."""
 _LATE = 1.26
 """What whole calls take where numbers are read, by what their product takes alone: of layers that
 were timed both ways (``planes-layers.jsonl``)."""
@@ -260,7 +263,7 @@ def _of_planes(m: int, n: int, k: int, units: int) -> tuple[float, float]:
     plain, standard = (
         config_for(m, n, k, units, standards=s).microseconds(m, n, k, units) for s in (False, True)
     )
-    return plain, standard + _STANDARDS_START_US + standards_us(m, n, k)
+    return plain, _SUSTAINED * standard + _STANDARDS_START_US + standards_us(m, n, k)
 
 
 def standards_us(m: int, n: int, k: int) -> float:
