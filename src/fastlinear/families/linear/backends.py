@@ -126,6 +126,13 @@ def _reason_not_planes(p: Problem) -> str | None:
     return _reason_not_gpu(p) or planes.reason_not(p)
 
 
+def _reason_not_triton_planes(p: Problem) -> str | None:
+    why = _reason_not_gpu(p)
+    if why is None and not is_installed("triton"):
+        why = "the package triton is not installed"
+    return why or planes.reason_not_exact(p) or planes.why_not_of(*map(p.dim, "MKN"))
+
+
 def _reason_not_few_rows(p: Problem) -> str | None:
     why = _reason_not_gpu(p)
     return why or few_rows_config.reason_not(
@@ -300,6 +307,14 @@ FAMILY = register_family(
                     *(_reason_not_planes, _CUDA_SOURCES),
                 )
                 for p in ("forward", "grad_input", "grad_weight", WHOLE_BACKWARD)
+            ),
+            *(
+                Backend(
+                    *(NAME, p, "triton_planes", f"{_HERE}.triton.planes:{p}"),
+                    *(_reason_not_triton_planes, _TRITON_SOURCES),
+                    on_request=True,
+                )
+                for p in ("forward", "grad_input", "grad_weight")
             ),
             *(
                 Backend(

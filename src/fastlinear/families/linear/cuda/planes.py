@@ -38,11 +38,15 @@ _HERE = Path(__file__)
 
 def reason_not(p: Problem) -> str | None:
     """Why this backend cannot serve the Problem, or None."""
-    if (why := why_no_hopper(p)) is not None:
+    if (why := why_no_hopper(p) or reason_not_exact(p)) is not None:
         return why
-    if p.dtype != "float32" or p.precision != "highest":
-        return "for float32 of full precision only"
     return why_not_of(p.dim("M"), p.dim("K"), p.dim("N"))
+
+
+def reason_not_exact(p: Problem) -> str | None:
+    """Why a Problem is not one of float32 of full precision, or None."""
+    exact = p.dtype == "float32" and p.precision == "highest"
+    return None if exact else "for float32 of full precision only"
 
 
 def why_not_of(m: int, k: int, n: int) -> str | None:
@@ -207,7 +211,8 @@ START_US = _US[0][4]
 # Of a million numbers that are split beforehand: 65,536 rows of 256 take 36.2 us, of which any
 # launch takes 2.4 (``planes-layers.jsonl``).
 _SPLIT_US = 2.0
-# Of standards: of any in a call, then of a thousand lines and of a million numbers that are put on them.
+# Of standards: of any in a call, then of a thousand lines, and of a million numbers that are put on
+# them.
 _STANDARDS_START_US = 4.0
 _STANDARDS_US = 0.07, 0.06
 _SUSTAINED = 1.14
