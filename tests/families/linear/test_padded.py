@@ -162,6 +162,7 @@ def test_it_serves_what_does_not_lie_well() -> None:
     assert "already" in str(reason_not(posed(8, 64, 96)))
     assert "already" in str(reason_not(posed(8, 64, 100), odd_rows=True))
     assert reason_not(posed(8, 64, 100, "grad_input"), odd_rows=True) is None
+    assert reason_not(posed(8, 64, 100, "backward"), odd_rows=True) is None
     assert "nothing" in str(reason_not(posed(0, 100, 96)))
     assert reason_not(posed(8, 64, 96, x_layout="strided")) is None
     assert reason_not(posed(8, 64, 96, w_layout="strided")) is None

@@ -321,7 +321,7 @@ def test_lines_on_their_standards(config: Config, turned: tuple[bool, bool]) -> 
     """No scale of theirs is looked at but those of the last k-tile."""
     a, b = values(150, 330), values(90, 330, seed=1)
     a[3], b[5], a[40, :64], b[:, 100:180] = 0, 0, 0, 0
-    a[41], a[9], b[7] = a[41] * 2.0**40, a[9] * 2.0**-70, b[7] * 2.0**60
+    a[90], a[9], b[7] = a[90] * 2.0**40, a[9] * 2.0**-70, b[7] * 2.0**60
     a[11, 70], b[11, 70], a[12, 300] = 2.0**-27, 2.0**-30, 2.0**-26  # of the second level
     given = [
         t.t().contiguous() if by_columns else t
@@ -356,6 +356,12 @@ def test_segments_apart_from_the_standard() -> None:
     scales, standards = planes.scales[:-1], planes.scales[-1]
     assert (scales != standards)[:, :70].nonzero().tolist() == [[1, 66], [2, 3], [3, 67]]
     assert not (split((a,), (False,))[0].small & 2).eq(0).any()
+    far = values(70, 256)
+    far[:, :64] *= 2.0**9  # where its standard would put many numbers on the second level
+    assert (split((far,), (False,), True)[0].small == torch.tensor([[0], [2], [2], [2]])).all()
+    late = values(70, 256)
+    late[:, :64] = 0
+    assert (split((late,), (False,), True)[0].small == 0).all()
     by_rows, by_columns = planes_split.split([Source(a, True, True, standards=(True, False))])
     assert torch.equal(by_rows.small, planes.small)
     assert torch.equal(by_rows.scales, planes.scales)

@@ -82,7 +82,8 @@ def _part(p: Problem, piece: str, backend: str) -> tuple[Work, ...]:
         return inner(p.with_piece(piece), backend)
     if piece == "grad_pre":
         return inner(p.with_piece(piece), "triton")
-    return inner(p.with_piece(piece), backend, derived=True)
+    plain = p.option("activation") == "none" and p.option("bias") == "no"
+    return inner(p.with_piece(piece), backend, derived=piece == "grad_weight" or not plain)
 
 
 def _in_one_launch(p: Problem) -> tuple[Work, ...]:
@@ -165,7 +166,9 @@ def _planes(p: Problem, m: int, k: int, n: int, layout: str) -> tuple[Work, ...]
     reads = aligned and planes.split_late(m, n, k, units())
     splits = [] if reads else [split(p, m, k, turned, _row(p, first))]
     splits.append(split(p, n, k, layout[1] == "n", _row(p, second)))
-    return call(f"{NAME} planes", 2), *splits, *product_of_planes(p, m, k, n, reads=reads)
+    standards = not reads and planes.standards_pay(m, n, k, units())
+    product = product_of_planes(p, m, k, n, reads=reads, standards=standards)
+    return call(f"{NAME} planes", 2 + standards), *splits, *product
 
 
 def _planes_backward(p: Problem) -> tuple[Work, ...]:
@@ -183,9 +186,11 @@ def _planes_backward(p: Problem) -> tuple[Work, ...]:
         (activation,),
     )
     others = split(p, k, n, w == "t", _row(p, "w")), split(p, k, m, x == "n", _row(p, "x"))
-    launches = 3 + (p.option("bias") == "yes")
-    products = *product_of_planes(p, m, n, k), *product_of_planes(p, n, m, k)
-    return call(f"{NAME} planes", launches), dpre, *others, *products
+    of_dx, of_dw = (planes.standards_pay(*sizes, units()) for sizes in ((m, k, n), (n, k, m)))
+    launches = 3 + (p.option("bias") == "yes") + (of_dx or of_dw)
+    dx = product_of_planes(p, m, n, k, standards=of_dx)
+    dw = product_of_planes(p, n, m, k, standards=of_dw)
+    return call(f"{NAME} planes", launches), dpre, *others, *dx, *dw
 
 
 def split(p: Problem, lines: int, k: int, turned: bool, row: int) -> Work:
@@ -203,10 +208,16 @@ def split(p: Problem, lines: int, k: int, turned: bool, row: int) -> Work:
 
 
 def product_of_planes(
-    p: Problem, m: int, k: int, n: int, *flags: str, reads: bool = False
+    p: Problem,
+    m: int,
+    k: int,
+    n: int,
+    *flags: str,
+    reads: bool = False,
+    standards: bool = False,
 ) -> tuple[Work, ...]:
-    """The product (m, n) over k of operands that are split, or of which the first is read."""
-    standards = not reads and planes.standards_pay(m, n, k, units())
+    """The product (m, n) over k of operands that are split, or of which the first is read; what
+    standards cost is of it, but for their launch."""
     config = planes.config_for(m, n, k, units(), reads, standards)
     us = config.microseconds(m, n, k, units()) - planes.START_US
     if standards:
@@ -215,9 +226,9 @@ def product_of_planes(
     how = ("reads",) * reads + ("standards",) * standards
     product = Work(f"{NAME} planes product", us, sizes, (f"tile:{config.bn}", *how, *flags))
     if config.slices == 1:
-        return (call(f"{NAME} planes"), product) if standards else (product,)
+        return (product,)
     sliced = replace(product, flags=(*product.flags, "sliced"))
-    return call(f"{NAME} planes", 1 + standards), sliced
+    return call(f"{NAME} planes"), sliced
 
 
 def layer(

@@ -69,7 +69,9 @@ def backward(
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dW, db), each None where not wanted; as ``step.backward``, with one copy of dpre."""
-    if _has_kernels(dy) and dy.numel():
+    if activation == "none" and not needs[2]:
+        wide, db = aligned_copy(dy) if any(needs[:2]) else None, None
+    elif _has_kernels(dy) and dy.numel():
         from fastlinear.families.linear.triton import backend
 
         wide, db = backend.wide_grad_pre(
@@ -132,10 +134,11 @@ def _has_kernels(t: Tensor) -> bool:
 
 def aligned_copy(t: Tensor, rows: int | None = None) -> Tensor:
     """t (M, K) with zeros in columns K … up to a multiple and in rows M … ``rows``, dense; t itself
-    where nothing is to be added."""
+    where nothing is to be added and rows lie well."""
     m, k = t.shape
     rows, columns = rows or m, padded_size(k)
-    if (rows, columns) == (m, k) and t.is_contiguous():
+    apart = t.stride(1) == 1 and t.stride(0) > k and t.stride(0) % MULTIPLE == 0
+    if (rows, columns) == (m, k) and (apart or t.is_contiguous()):
         return t
     if _has_kernels(t) and t.stride(1) == 1:
         from fastlinear.families.linear.triton import backend

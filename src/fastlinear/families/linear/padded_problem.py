@@ -35,7 +35,7 @@ def copied(p: Problem, odd_rows: bool, derived: bool = False) -> tuple[int, ...]
     """
     if p.piece == WHOLE_BACKWARD:
         pieces = map(p.with_piece, ("grad_input", "grad_weight"))
-        return tuple(n for q in pieces for n in copied(q, odd_rows, True))
+        return tuple(n for q in pieces for n in copied(q, odd_rows, derived))
     m, k, n = p.dim("M"), p.dim("K"), p.dim("N")
     odd_k, odd_n = k % MULTIPLE > 0, n % MULTIPLE > 0
     cut_k, cut_n = (odd and not odd_rows for odd in (odd_k, odd_n))

@@ -34,7 +34,8 @@ _LEAST = 8  # products in a sum, of which each has 22 bits
 
 
 class Split(dict[tuple[str, bool], Planes]):
-    """Planes of operands by name, and whether they are by columns; all with standards, or none."""
+    """Planes of operands by name, and whether they are by columns; all with standards, or none: the
+    product of the down projection stands for all."""
 
     def __init__(self, standards: bool) -> None:
         super().__init__()
@@ -74,8 +75,9 @@ def forward(
     n = len(weights.down)
     kept = empty_pre(x, size, order) if save_pre else None
     y = x.new_empty(m, n)
-    made = Split(_standards(x, (m, size, k), (m, n, size)))
-    for rows in row_parts(m, k, size, n):
+    each = row_parts(m, k, size, n)
+    made = Split(gains_by_standards(x, each[0].stop, size, n))
+    for rows in each:
         pre = empty_pre(x[rows], size, order) if kept is None else _of_rows(kept, rows)
         _pre_activations(x[rows], weights, biases, pre, made)
         gate, up = split_pre(pre, order)
@@ -129,12 +131,9 @@ def backward(
     inner = any(needs[i] for i in (0, 1, 2, 4, 5))
     wide = (n, size, x.shape[1]) if inner or pre is None else (n, size)
     dx, *others = found
-    products = [(n, size, m)]
-    if inner or pre is None:
-        k = x.shape[1]
-        products += [(m, size, n), (m, size, k), (m, k, size), (size, k, m)]
-    made = Split(_standards(dy, *products))
-    for i, rows in enumerate(row_parts(m, *wide)):
+    each = row_parts(m, *wide)
+    made = Split(gains_by_standards(dy, each[0].stop, size, n))
+    for i, rows in enumerate(each):
         at = None if pre is None else _of_rows(pre, rows)
         if at is None and any(needs[:6]):
             at = empty_pre(x[rows], size, order)
@@ -197,11 +196,6 @@ def _backward_part(
             product(rows, turned, into=(dx, None), added=name == "up")
 
 
-def _standards(like: Tensor, *products: tuple[int, int, int]) -> bool:
-    """Whether standards of all lines pay for one of a call's products (M, N, K)."""
-    return any(gains_by_standards(like, *product) for product in products)
-
-
 def _of_weights(made: Split) -> Split:
     """Those that all parts of the rows share."""
     shared = Split(made.standards)
@@ -210,8 +204,8 @@ def _of_weights(made: Split) -> Split:
 
 
 def _split(made: Split, /, **sources: Source) -> Split:
-    """``made`` with the planes of these, by name and by whether they are by columns, of one launch;
-    but for those that are there."""
+    """``made`` with the planes of these, by name and by whether they are by columns, all split
+    together; but for those that are there."""
     wanted = {}
     for name, s in sources.items():
         by_rows, by_columns = (

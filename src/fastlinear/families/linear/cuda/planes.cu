@@ -30,8 +30,8 @@
 // from the host: BM (128) BN STAGES GROUP_M A_MN B_MN READS STANDARDS SAVE HAS_BIAS ADDED
 // A_DERIVED B_DERIVED ACT, IS_BF16 0, and the functions wgmma and wgmma_first for accumulators of BN / 2.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
-//   READS 1: A comes as numbers; its rows lie along K, it is not derived, and blocks are alone.
-//   STANDARDS 1: lines of both have standards; A is not read, and BN is 128 at most.
+//   READS 1: A comes as numbers; its rows lie along K, and it is not derived.
+//   STANDARDS 1: lines of both have standards; A is not read.
 //   SAVE 1: `pre` is written beside Y.
 //   ADDED 1: C is added to what Y holds; without bias and activation.
 //   A_DERIVED / B_DERIVED: how the operand is derived; where one is, the activation is its, and none of Y.
@@ -203,6 +203,7 @@ __device__ __forceinline__ void fill(const Params& p, u32 base, int first, int s
         const u32 full = base + BAR_OFFSET + stage * 8;
         mbar_wait(full + STAGES * 8, odd ^ 1);  // a fresh barrier counts as "previous phase done"
         load(stage, odd, full, tile, kt, told);
+        if (kWarp) __syncwarp();  // else the first lane could be a stage's turn ahead of those that wait
         if (++stage == STAGES) { stage = 0; odd ^= 1; }
         if (levels == 0 && !last) found = small.bits();
       }

@@ -9,7 +9,7 @@
 // side by side, 64 of them or 16, where one has such a number, and `small` says where.
 //
 // Where lines have standards, a segment takes its line's as s where that keeps its bits. A standard is made
-// from the line's first segment, with room above: then most lines have one scale throughout.
+// from one segment of the line, with room above: then most lines have one scale throughout.
 //
 // Some segments get no planes but zeros, and NO_PLANES in place of s: who multiplies then reads the
 // numbers themselves. They hold an infinity or NaN, or numbers so large or small that sums would leave
@@ -25,7 +25,8 @@ constexpr int SEGMENT = 64;
 constexpr float NO_PLANES = -1.0f;
 constexpr int TOP = 14;                // where the largest number goes: 2^14 to 2^15
 constexpr int LEVEL = 29;              // bits between the levels; the mean number may lie so many below
-constexpr int ROOM = 5;                // bits between a line's first segment and the top of its standard
+constexpr int ROOM = 5;                // bits between that segment's largest and the top of the standard
+constexpr float NEAR = 1 << 10;        // a standard is so many times a segment's own scale at most
 constexpr int HAS_SMALL = 1;           // of 64 lines' segments: there are planes of the second level
 constexpr int APART = 2;               // or some scale is not its line's standard, or there are none
 constexpr u32 LEAST = 1u << 13;        // the bits of 2^-136
@@ -105,16 +106,17 @@ struct Known {
   }
 };
 
-// A segment's scale: its line's standard, where that leaves its least number (as of Span) a whole one of
-// the second level, or its own.
+// A segment's scale: its line's standard, where that is near its own and leaves its least number (as of
+// Span) a whole one of the second level; or its own. Far above it many numbers would be of that level.
 __device__ __forceinline__ float on_standard(float own, u32 least, float standard) {
-  const bool serves = own >= 0.0f && own <= standard && !below(least, standard / (1 << LEVEL));
+  const bool serves = own >= 0.0f && own <= standard && standard <= own * NEAR &&
+                      !below(least, standard / (1 << LEVEL));
   return least == 0xffffffffu || serves ? standard : own;
 }
 
-// The standard of a line of which the first segment's largest number has these bits.
+// The standard of a line of which a segment's largest number has these bits; of zeros the least there is.
 __device__ __forceinline__ float standard_of(u32 largest) {
-  return largest && in_range(largest) ? scale_of(largest) * (1 << ROOM) : 1.0f;
+  return in_range(largest) ? scale_of(largest) * (1 << ROOM) : 0x1p-126f;
 }
 
 // 1 / s

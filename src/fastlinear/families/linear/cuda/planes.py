@@ -199,8 +199,8 @@ def _text(macros: dict[str, str | int], instructions: str, kernel: Path) -> str:
 
 STAGES = {64: 4, 128: 3}
 """Of each width of tiles, as many as shared memory holds."""
-# Microseconds of each of ``terms``, by ``reads``: fitted to 3,033 launches of drawn products on an
-# H200 (``results/nvidia-h200/planes.jsonl.gz``).
+# Microseconds of each of ``terms``, of plain products, where numbers are read, and on standards:
+# fitted to 3,033 launches of drawn products on an H200 (``results/nvidia-h200/planes.jsonl.gz``).
 _US = (
     (1.059, 1.488, 1.581, 2.274, 1.287, 2.259, 1.581),
     (1.714, 0.8687, 1.976, 1.901, 2.316, 2.546, 1.326),

@@ -1,7 +1,8 @@
 """Backend ``planes`` of linear_act: float32 by three products of float16 on Hopper.
 
-One launch splits both operands into two planes of float16 each, another multiplies, which may
-split the first one itself. A sum over K that several blocks share is added up by a third.
+A launch splits both operands into two planes of float16 each, where standards pay after one that
+finds these. Another multiplies, which may split the first operand itself. A sum over K that several
+blocks share is added up by one more.
 """
 
 from __future__ import annotations

@@ -252,8 +252,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
   m.put(m.by_columns, down, right, row, column, v, small, with_column, apart);
 }
 
-// Standards of 64 lines, from the first segment of each; where that is nothing but zeros, from those of
-// its neighbours.
+// Standards of 64 lines, from their first segments; where these are nothing but zeros, from later ones. A
+// line's own zeros there leave it to its neighbours.
 extern "C" __global__ void __launch_bounds__(THREADS) planes_standards(const __grid_constant__ Params p) {
   __shared__ uint2 told[WARPS][SEGMENT];
   wait_for_previous();
@@ -269,11 +269,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) planes_standards(const __g
   const bool by_columns = block >= m.blocks_with_standards(false);
   if (by_columns) block -= m.blocks_with_standards(false);
   const int own = threadIdx.x, four = own % FOURS, line = block * SEGMENT;
-  const int row = (by_columns ? 0 : line) + own / FOURS * 4, column = (by_columns ? line : 0) + 4 * four;
+  const int depth = by_columns ? m.rows : m.columns, step = (depth / (4 * SEGMENT) + 1) * SEGMENT;
   float4 v[4];
-  m.read(row, column, v);
-  tell_columns<Span>(told[own / 32], v);
-  __syncthreads();
+  for (int k = 0, found = 0; !found && k < depth; k += step) {
+    m.read((by_columns ? k : line) + own / FOURS * 4, (by_columns ? line : k) + 4 * four, v);
+    tell_columns<Span>(told[own / 32], v);
+    u32 any = 0;
+    for (const float4& x : v)
+      any |= __float_as_uint(x.x) | __float_as_uint(x.y) | __float_as_uint(x.z) | __float_as_uint(x.w);
+    found = __syncthreads_or(any << 1 != 0);
+  }
   float* const to = m.standards_of(by_columns) + line;
   const auto write = [&](int i, u32 largest) {
     for (int j = 0; !largest && j < SEGMENT; ++j) largest = max(largest, of_column<Span>(told, j).largest);

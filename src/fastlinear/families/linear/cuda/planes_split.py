@@ -1,5 +1,5 @@
-"""Matrices of float32 as matrices of float16, by ``planes_split.cu``: one launch for a product or a
-whole backward."""
+"""Matrices of float32 as matrices of float16, by ``planes_split.cu``: a launch for a product or a
+whole backward, and one before it that finds standards."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _up(size: int, step: int) -> int:
 
 
 def split(sources: Sequence[Source]) -> list[Planes]:
-    """Planes of up to five matrices in one launch, by rows before by columns, and their sums.
+    """Planes of up to five matrices together, by rows before by columns, and their sums.
 
     Args:
         sources: what to split; turned where columns are side by side in memory. Those that are read
