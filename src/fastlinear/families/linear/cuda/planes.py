@@ -33,7 +33,8 @@ _LINES = 128  # of a part a multiple
 _MOST_SLICES = 64
 _MOST = 1 << 30  # of each size: coordinates of tiles are 32-bit
 _MOST_NUMBERS = 1 << 29
-_HERE = Path(__file__)
+_HERE = Path(__file__).parent
+_PARTS = tuple(f"planes_{part}.h" for part in ("params", "loads", "products", "read", "results"))
 
 
 def reason_not(p: Problem) -> str | None:
@@ -176,14 +177,14 @@ def source(
         **_macros(activation),
     }
     instructions = wgmma_source(config.bn, torch.float16, *turned)
-    return _text(macros, instructions, _HERE.with_suffix(".cu"))
+    return _text(macros, instructions, *_PARTS, "planes.cu")
 
 
 @cache
 def split_source(activation: str = "none") -> str:
     """The complete CUDA C++ source of ``planes_split.cu``, with the activation of what is
     derived."""
-    return _text(_macros(activation), "", _HERE.with_name("planes_split.cu"))
+    return _text(_macros(activation), "", "planes_split.cu")
 
 
 def _macros(activation: str) -> dict[str, str | int]:
@@ -191,9 +192,9 @@ def _macros(activation: str) -> dict[str, str | int]:
     return {"IS_BF16": 0, **derivations, **cuda_macros("tail", activation)}
 
 
-def _text(macros: dict[str, str | int], instructions: str, kernel: Path) -> str:
+def _text(macros: dict[str, str | int], instructions: str, *names: str) -> str:
     defines = "".join(f"#define {k} {v}\n" for k, v in macros.items())
-    files = WORDS, CUDA_HEADER, ASYNC, _HERE.with_name("planes.h"), kernel
+    files = WORDS, CUDA_HEADER, ASYNC, *(_HERE / name for name in ("planes.h", *names))
     return defines + instructions + "".join(p.read_text() for p in files)
 
 

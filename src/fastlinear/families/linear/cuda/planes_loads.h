@@ -1,0 +1,152 @@
+// How stages of planes.cu are filled: by a thread that loads planes or numbers, and by a warp that loads
+// scales and tells consumers what a step is.
+
+__device__ __forceinline__ void load_a(const TensorMap* map, u32 to, u32 bar, int row, int k) {
+  if constexpr (A_MN) {
+#pragma unroll
+    for (int i = 0; i < BM / 64; ++i) tma_load<1>(to + i * (BK * 128), map, bar, row + i * 64, k);
+  } else {
+    tma_load<1>(to, map, bar, k, row);
+  }
+}
+
+__device__ __forceinline__ void load_b(const TensorMap* map, u32 to, u32 bar, int column, int k) {
+  if constexpr (B_MN) {
+#pragma unroll
+    for (int i = 0; i < BN / 64; ++i) tma_load<1>(to + i * (BK * 128), map, bar, column + i * 64, k);
+  } else {
+    tma_load<1>(to, map, bar, k, column);
+  }
+}
+
+// Where the scales of a stage lie, and what consumers are told of its step. There are two of each stage's,
+// which it takes in turn: those of a step may be read until the next step's stage is released.
+__device__ __forceinline__ u32 scales_at(u32 base, int stage, u32 odd) {
+  return base + SCALES_OFFSET + (odd * STAGES + stage) * SCALES_BYTES;
+}
+
+// What a step is, as consumers are told: its k-tile times 512 and
+constexpr u32 A_LEVEL = 1, B_LEVEL = 2;         // the levels of planes
+constexpr int A_BLOCKS = 2, B_BLOCKS = 4;       // from these bits on: which 64 lines have such planes
+constexpr u32 ALL_BLOCKS = 0x7c, LAST = 1 << 7; // of the tile
+constexpr u32 ON_STANDARDS = 1 << 8;            // all scales of the tile are their lines' standards
+constexpr int K_TILE = 9;
+
+// Whether lines of a k-tile have small numbers: rows, columns; read, not looked at.
+struct Small {
+  int rows[BM / 64], columns[BN / 64];
+
+  __device__ __forceinline__ void read(const Params& p, Tile tile, int kt) {
+    const int each_a = p.a_lines / 64, each_b = p.b_lines / 64;
+    const int row = tile.m * (BM / 64), column = tile.n * (BN / 64);
+#pragma unroll
+    for (int i = 0; i < BM / 64; ++i)
+      rows[i] = !READS && row + i < each_a ? p.a_small[static_cast<long long>(kt) * each_a + row + i] : 0;
+#pragma unroll
+    for (int i = 0; i < BN / 64; ++i)
+      columns[i] = column + i < each_b ? p.b_small[static_cast<long long>(kt) * each_b + column + i] : 0;
+  }
+
+  // In the bits that consumers are told.
+  __device__ __forceinline__ u32 bits() const {
+    u32 found = 0;
+#pragma unroll
+    for (int i = 0; i < BM / 64; ++i)
+      if (rows[i] & HAS_SMALL) found |= A_LEVEL | 1 << (A_BLOCKS + i);
+#pragma unroll
+    for (int i = 0; i < BN / 64; ++i)
+      if (columns[i] & HAS_SMALL) found |= B_LEVEL | 1 << (B_BLOCKS + i);
+    return found;
+  }
+};
+
+// Whether no line of a tile has a scale apart from its standard along these k-tiles; asked by a warp.
+__device__ __forceinline__ bool on_standards(const Params& p, Tile tile, int begin, int end) {
+  const int each_a = p.a_lines / 64, each_b = p.b_lines / 64;
+  const int row = tile.m * (BM / 64), column = tile.n * (BN / 64);
+  int found = 0;
+#pragma unroll 1
+  for (int kt = begin + lane_id(); kt < end; kt += 32) {
+    const int* const rows = p.a_small + static_cast<long long>(kt) * each_a;
+    const int* const columns = p.b_small + static_cast<long long>(kt) * each_b;
+#pragma unroll
+    for (int i = 0; i < BM / 64; ++i) found |= rows[min(row + i, each_a - 1)];
+#pragma unroll
+    for (int i = 0; i < BN / 64; ++i) found |= columns[min(column + i, each_b - 1)];
+  }
+  return !__any_sync(0xffffffffu, found & APART);
+}
+
+// A stage is filled by a thread and a warp: load(stage, whether its turn is odd, its barrier, tile, k-tile,
+// what consumers are told).
+template <bool kWarp, class Load>
+__device__ __forceinline__ void fill(const Params& p, u32 base, int first, int step, int tiles,
+                                     const Load& load) {
+  constexpr u32 kA = 3 << A_BLOCKS, kB = ALL_BLOCKS & ~kA, kLevels = A_LEVEL | B_LEVEL;
+  int stage = 0;
+  u32 odd = 0;
+  for (int t = first; t < tiles; t += step) {
+    const Tile tile = tile_at(p, t);
+    const int begin = tile.slice * p.slice_tiles, end = begin + k_tiles_of(p, tile.slice);
+    const u32 kind = STANDARDS && kWarp && on_standards(p, tile, begin, end) ? ON_STANDARDS : 0;
+    Small next;
+    next.read(p, tile, begin);
+#pragma unroll 1
+    for (int kt = begin; kt < end; ++kt) {
+      const Small small = next;
+      const bool last = kt + 1 == end;
+      if (!last) next.read(p, tile, kt + 1);
+      u32 found = 0;
+#pragma unroll 1
+      for (u32 levels = 0; levels <= (found & kLevels); ++levels) {
+        if (levels & ~found) continue;
+        if (levels == 0 && last) found = small.bits();  // others' first steps need not wait for it
+        u32 told = static_cast<u32>(kt) << K_TILE | kind | levels;
+        told |= (levels & A_LEVEL ? found : ALL_BLOCKS) & kA;
+        told |= (levels & B_LEVEL ? found : ALL_BLOCKS) & kB;
+        if (last && levels == (found & kLevels)) told |= LAST;
+        const u32 full = base + BAR_OFFSET + stage * 8;
+        mbar_wait(full + STAGES * 8, odd ^ 1);  // a fresh barrier counts as "previous phase done"
+        load(stage, odd, full, tile, kt, told);
+        if (kWarp) __syncwarp();  // else the first lane could be a stage's turn ahead of those that wait
+        if (++stage == STAGES) { stage = 0; odd ^= 1; }
+        if (levels == 0 && !last) found = small.bits();
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void fill_planes(const Params& p, u32 base, int first, int step, int tiles) {
+  const auto load = [&](int stage, u32, u32 full, Tile tile, int kt, u32 told) {
+    const u32 to = base + stage * STAGE_BYTES;
+    const TensorMap* const a = p.a + (told & A_LEVEL ? 2 : 0);
+    const TensorMap* const b = p.b + (told & B_LEVEL ? 2 : 0);
+    mbar_expect(full, STAGE_BYTES);
+#pragma unroll
+    for (int plane = 0; plane < 2; ++plane) {
+      if (!READS) load_a(a + plane, to + plane * A_BYTES, full, tile.m * BM, kt * BK);
+      load_b(b + plane, to + A_STAGE + plane * B_BYTES, full, tile.n * BN, kt * BK);
+    }
+#pragma unroll
+    for (int half = 0; half < 2 * READS; ++half)
+      tma_load<1>(to + half * A_BYTES, p.a, full, kt * BK + half * (BK / 2), tile.m * BM);
+  };
+  fill<false>(p, base, first, step, tiles, load);
+}
+
+// Those of lines that exist. By a warp.
+__device__ __forceinline__ void fill_scales(const Params& p, u32 base, int first, int step, int tiles) {
+  const auto load = [&](int stage, u32 odd, u32 full, Tile tile, int kt, u32 told) {
+    if (lane_id()) return;
+    const u32 to = scales_at(base, stage, odd);
+    const int row = tile.m * BM, column = tile.n * BN;
+    const int rows = READS ? 0 : min(BM, p.a_lines - row), columns = min(BN, p.b_lines - column);
+    store_shared32(to + TOLD_OFFSET, told);
+    mbar_expect(full, 4 * (rows + columns));
+    if (!READS)
+      bulk_load(to, p.a_scales + static_cast<long long>(kt) * p.a_lines + row, full, 4 * rows);
+    bulk_load(to + 4 * BM, p.b_scales + static_cast<long long>(kt) * p.b_lines + column, full,
+              4 * columns);
+  };
+  fill<true>(p, base, first, step, tiles, load);
+}

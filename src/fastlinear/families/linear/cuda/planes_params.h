@@ -1,0 +1,60 @@
+// What planes.cu is told, and how its shared memory and its registers are shared out. Comes before the
+// other parts of it.
+
+constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2;  // of a plane, or of half a tile of numbers
+constexpr int A_STAGE = 2 * A_BYTES, STAGE_BYTES = A_STAGE + 2 * B_BYTES;
+constexpr int TOLD_OFFSET = (BM + BN) * 4;      // behind scales, what a step is
+constexpr int SMALL_OFFSET = TOLD_OFFSET + 16;  // where A is read, which 16 rows have small numbers
+constexpr int SCALES_OFFSET = STAGES * STAGE_BYTES, SCALES_BYTES = SMALL_OFFSET + (READS ? 32 : 0);
+// Barriers: of stages, that one is full, and empty; where A is read, that a consumer's planes are there;
+// and of 16 rows each, that their planes have been multiplied, and that those of small numbers are there.
+constexpr int BAR_OFFSET = SCALES_OFFSET + 2 * STAGES * SCALES_BYTES;
+constexpr int SPLIT_OFFSET = BAR_OFFSET + 2 * STAGES * 8, DONE_OFFSET = SPLIT_OFFSET + 2 * STAGES * 8;
+constexpr int AGAIN_OFFSET = DONE_OFFSET + 8 * 8;
+constexpr int THREADS = READS ? 640 : 384, REGISTERS = READS ? 96 : 168;  // of each, when it begins
+constexpr int PRODUCER_REGISTERS = READS ? 32 : 40, SPLIT_REGISTERS = BN > 64 ? 72 : 80;
+constexpr int CONSUMER_REGISTERS = READS ? 224 - SPLIT_REGISTERS : 232;
+constexpr u64 A_K_STEP = (A_MN ? 16 * 128 : 32) >> 4;
+constexpr u64 B_K_STEP = (B_MN ? 16 * 128 : 32) >> 4;
+
+constexpr u32 LOW_TILES = 64;  // k-tiles that products with low planes are added up over
+constexpr bool BOTH = !READS || BN <= 64;  // registers hold products of high planes and of others
+constexpr bool ANY_DERIVED = A_DERIVED != DERIVED_NONE || B_DERIVED != DERIVED_NONE;
+
+static_assert(BM == 128 && (BN == 64 || BN == 128), "BM, BN");
+static_assert(!STANDARDS || !READS, "STANDARDS");
+static_assert(!READS || (!A_MN && A_DERIVED == DERIVED_NONE), "READS");
+static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS + 2 * READS * SPLIT_REGISTERS <=
+                  THREADS / 128 * REGISTERS,
+              "who asks for more registers than there are waits for ever");
+
+struct Params {
+  TensorMap a[4], b[4];                  // planes, high first; then of small numbers; or the numbers
+  const float *a_scales, *b_scales;      // (k-tiles, a_lines), (k-tiles, b_lines)
+  const int *a_small, *b_small;          // (k-tiles, lines / 64): HAS_SMALL and APART
+  const float* plain[3][2];              // the numbers, or what they are derived from: of A, of B
+  const float* bias;                     // (N) or null
+  float *y, *pre;                        // (M, N) dense
+  float* parts;                          // (slices, M, N), where there are several
+  long long strides[3][2][2];            // of these: along M (N), along K
+  int M, N, K, slices, slice_tiles;      // slice_tiles: k-tiles of a slice
+  int tiles_m, tiles_n;                  // of BM rows, of BN columns
+  int a_lines, b_lines;                  // M, N and more, a multiple of 64
+};
+
+struct Tile { int m, n, slice; };
+
+// Columns of GROUP_M row-tiles, so that one wave of blocks reads a compact patch of A and B.
+__device__ __forceinline__ Tile tile_at(const Params& p, int t) {
+  const int each = p.tiles_m * p.tiles_n, slice = t / each;
+  t -= slice * each;
+  const int per_group = GROUP_M * p.tiles_n;
+  const int group = t / per_group;
+  const int rest = t - group * per_group;
+  const int rows = min(GROUP_M, p.tiles_m - group * GROUP_M);
+  return {group * GROUP_M + rest % rows, rest / rows, slice};
+}
+
+__device__ __forceinline__ int k_tiles_of(const Params& p, int slice) {
+  return min(p.slice_tiles, (p.K + BK - 1) / BK - slice * p.slice_tiles);
+}
