@@ -112,7 +112,7 @@ def test_planes(
     planes.grad_weight(dpre, x)
     for launch in launches:
         compiled = launch.compile(arch)
-        assert_fits(compiled, arch)
+        assert_fits(compiled, arch, 8 if N % 16 else 0)  # two registers of odd rows on sm_80
         if launch.name == "_planes_kernel":  # sums are told apart by a factor that nobody knows
             assert "sitofp" in compiled.asm["ttgir"]
     assert {launch.name for launch in launches} >= {
