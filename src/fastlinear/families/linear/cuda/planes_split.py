@@ -114,7 +114,7 @@ MADE, READ = 6, 3
 TENSORS = MADE + READ
 """Of Planes: those that are made, and those that are read."""
 
-_TENSORS = READ + 2 + 2 * MADE  # of a matrix
+_GIVEN = READ + 2 + 2 * MADE  # tensors of a matrix
 
 plans: Plans[_SplitPlan] = Plans()
 Turns = tuple[tuple[int, int], ...]
@@ -213,7 +213,7 @@ class _SplitPlan:
                 continue
             block, columns = Block(24), one.numbers.shape[1]
             for j in range(2):
-                block.address(8 * j, _TENSORS * i + READ + j)
+                block.address(8 * j, _GIVEN * i + READ + j)
             block.numbers(16, "2i", _blocks(one)[0], columns)
             run(BIAS_KERNEL, block, -(-columns // _BIAS_COLUMNS))
 
@@ -249,7 +249,7 @@ def _parameters(sources: Sequence[Source], turns: Turns) -> tuple[Block, int]:
         read = [t for t in one.read if t is not None]
         wide = all(u.data_ptr() % 16 == 0 and (u.stride(0) % 4 == 0 or rows == 1) for u in read)
         down, across = _blocks(one)
-        at, tensor = _MATRIX_BYTES * i, _TENSORS * i
+        at, tensor = _MATRIX_BYTES * i, _GIVEN * i
         for j in range(READ + 1):
             block.address(at + 8 * j, tensor + j, 15)
         at += 8 * (READ + 1)
