@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch
 
 from benchmarks.contenders import grouped_linear, linear_act, mlp
 from benchmarks.contenders.diagonal_work import problem_of as diagonal_problem
@@ -16,6 +20,7 @@ from benchmarks.harness.case import Case
 from benchmarks.harness.rows import opened
 from fastlinear.calibration.calibrate import from_calls
 from fastlinear.calibration.measure import calls_of_pieces, calls_of_ways
+from fastlinear.core import device
 from fastlinear.core.errors import InputError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import prices
@@ -101,8 +106,30 @@ def build(paths: Iterable[Path], before: str = "") -> Prices:
     """
     header, pieces, whole = read(paths)
     known = prices.of_device(before) if before else None
-    parts, calls = list(calls_of_pieces(pieces)), list(calls_of_ways(whole))
+    with _chosen_as_on(header):
+        parts, calls = list(calls_of_pieces(pieces)), list(calls_of_ways(whole))
     return from_calls(parts, calls, header["device"], known, header["traits"]["kind"])
+
+
+@contextmanager
+def _chosen_as_on(header: Row) -> Iterator[None]:
+    """Calls have parts that another family chooses: by what it knows of the GPU measured."""
+    told = header["traits"]
+    if told["kind"] != "cuda" or torch.cuda.is_available():
+        yield
+        return
+    chip = tuple(told["capability"])
+    name, arch = header["device"], f"sm_{chip[0]}{chip[1]}"
+    facts = device.DeviceFacts("cuda", name, name, chip, told["units"], arch, 0, 0)
+    with ExitStack() as stack:
+        for of, attribute, value in (
+            (torch.cuda, "is_available", True),
+            (torch.cuda, "current_device", 0),
+            (torch.cuda, "get_device_capability", chip),
+            (device, "_cuda_facts", facts),
+        ):
+            stack.enter_context(mock.patch.object(of, attribute, return_value=value))
+        yield
 
 
 def ship(name: str, paths: Iterable[Path], before: str = "") -> Path:

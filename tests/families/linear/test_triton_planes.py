@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.compare import judge
+from fastlinear.families.linear.triton.planes_config import COLS, DEPTH, ROWS, slices_of
 from tests.families.interpreted import (
     DEVICE,
     INTERPRETED,
@@ -98,11 +99,10 @@ def test_infinities_and_nan_come_out_where_pytorch_has_them(value: float) -> Non
     near(y[4:], theirs[4:], x[4:].double() @ weight.double().t())
 
 
-@compares
 def test_slices_are_none_empty() -> None:
     for tiles in (1, 3, 100, 1000):
         for steps in (1, 2, 5, 17, 64, 1000):
-            slices = planes._slices(tiles, steps, 108)
+            slices = slices_of(ROWS, steps * DEPTH, tiles * COLS, 108)
             assert (slices - 1) * -(-steps // slices) < steps
-    assert planes._slices(1, 64, 108) > 4
-    assert planes._slices(4096, 64, 108) == 1
+    assert slices_of(ROWS, 64 * DEPTH, COLS, 108) > 4
+    assert slices_of(ROWS, 64 * DEPTH, 4096 * COLS, 108) == 1

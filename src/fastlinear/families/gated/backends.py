@@ -117,7 +117,7 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
         None if stacked else vector(h, "up"),
         vector(n, "down") if n else None,
     )
-    x = draw(m, k) if p.option("x") == "dense" else draw(m, 2 * k)[:, ::2]
+    x = draw(m, k) if p.option("x") == "dense" else draw(k, m).t()
     if p.piece != "forward" and name in KINKED:
         x = _clear_of_kinks(x, weights, biases, order, seed).as_strided(x.shape, (k, 1))
     if p.piece == "forward":

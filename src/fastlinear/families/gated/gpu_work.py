@@ -7,17 +7,18 @@ from functools import partial
 
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.roofline import (
-    LIBRARY,
     OURS,
     Launched,
     bytes_us,
     capability,
     fused,
     hosts,
+    on_device,
     swept,
     tiled,
     units,
 )
+from fastlinear.dispatch.select import select
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, call, flags_of
 from fastlinear.families.gated.cuda import planes
@@ -26,10 +27,10 @@ from fastlinear.families.gated.problem import NAME, PIECES, STEP, has_down
 from fastlinear.families.gated.triton.config import product_config
 from fastlinear.families.linear import gpu_work as linear
 from fastlinear.families.linear.cuda.planes import standards_pay
+from fastlinear.families.linear.problem import problem as linear_act
 from fastlinear.fastpath.autograd_node import node_work
 
 _FUSED = ("triton", "cuda")
-_LAYER = f"{NAME} layer"
 _PLANES = f"{linear.NAME} planes"
 _KNOWN = ("eager", "elementwise", *_FUSED, "planes", "pieces")
 
@@ -59,43 +60,67 @@ def _forward(p: Problem, backend: str) -> tuple[Work, ...]:
     x, w, _ = _layouts(p)
     activation = p.option("activation")
     kept = ("kept",) if p.needs_grad and p.option("recompute") == "no" else ()
-    down = "n" + w
     if backend in _FUSED:
         first = f"{NAME} {backend} first"
         flags = (*flags_of(p, "bias"), *(f"{order} {w}" for order in flags_of(p, "order")))
         found = _product(first, p, m, k, 2 * h, x + w, *flags, launched=_launched(p, backend))
         found += (fused(f"{NAME} {backend} gate", p, m, h, activation, *kept),)
-        return (*found, *(_product(_rest(p, backend), p, m, h, n, down) if n else ()))
+        if n and backend == "cuda":
+            return found + _product(f"{NAME} cuda", p, m, h, n, "n" + w)
+        return found + (_layer(p, backend, "forward", m, h, n) if n else ())
     gate = f"{NAME} {backend} gate"
     flags = (*flags_of(p, "bias", "order"), *kept)
-    found = _first(p, backend, m, k, h, x + w)
+    found = _first(p, backend)
     found += swept(gate, p, m, h, activation, *flags, times=3)
-    return (*found, *(_product(_rest(p, backend), p, m, h, n, down) if n else ()))
+    return found + (_layer(p, backend, "forward", m, h, n) if n else ())
 
 
 def _backward(p: Problem, backend: str) -> tuple[Work, ...]:
     m, k, h, n = _sizes(p)
-    x, w, back = _layouts(p)
-    activation, rest = p.option("activation"), _rest(p, backend)
-    again = p.option("recompute") == "yes"
-    found = _first(p, backend, m, k, h, x + w) if again else ()
-    if n:
-        launched = _launched(p, backend) if backend in _FUSED else None
-        dh = rest if launched is None else f"{NAME} {backend} back"
-        found += _product(dh, p, m, n, h, "n" + back, launched=launched)
-        found += _product(rest, p, n, m, h, "tn")
+    _, w, _ = _layouts(p)
+    activation = p.option("activation")
+    found = _first(p, backend) if p.option("recompute") == "yes" else ()
     if n and backend in _FUSED:
+        back, launched = "n" + ("n" if w == "t" else "t"), _launched(p, backend)
+        found += _product(f"{NAME} {backend} back", p, m, n, h, back, launched=launched)
         found += (fused(f"{NAME} {backend} derivative", p, m, h, activation, times=5),)
     else:
+        found += _layer(p, backend, "grad_input", m, h, n) if n else ()
         by = "elementwise" if backend in _FUSED else backend
         flags = flags_of(p, "bias", "order")
         found += swept(f"{NAME} {by} derivative", p, m, h, activation, *flags, times=6)
+    found += _layer(p, backend, "grad_weight", m, h, n) if n else ()
     rows, times = _stacked(p, h)
-    dw = _product(rest, p, rows, m, k, "t" + ("n" if x == "n" else "t"))
-    found += times * (dw + _product(rest, p, m, rows, k, "n" + back))
+    dw = _layer(p, backend, "grad_weight", m, k, rows, x=p.option("x") == "strided")
+    found += times * (dw + _layer(p, backend, "grad_input", m, k, rows))
     if p.option("bias") == "yes" and n:
         found += swept("linear_act eager derivative", p, m, n, "none", "bias")
     return found
+
+
+def _layer(
+    p: Problem, backend: str, piece: str, m: int, k: int, n: int, *, x: bool = False
+) -> tuple[Work, ...]:
+    """A product without a gate: of ours what linear_act takes for it.
+
+    Args:
+        x: whether the layer's x lies along its columns.
+    """
+    weight = "nk" if p.option("w") == "dense" else "kn"
+    q = linear_act(
+        *(piece, m, k, n),
+        dtype=p.dtype,
+        device=p.device,
+        bias=piece == "forward" and p.option("bias") == "yes" and backend != "eager",
+        needs_grad=piece != "forward",
+        x_layout="strided" if x else "rows",
+        w_layout=weight,
+        precision=p.precision,
+        captured=p.captured,
+    )
+    if backend == "eager":
+        return linear.inner(q, "eager")
+    return on_device(linear.work(q, select(q, ready=False).backend.name) or ())
 
 
 def _planes_parts(p: Problem) -> Iterator[tuple[int, tuple[str, ...]]]:
@@ -174,9 +199,10 @@ def _planes_backward(p: Problem) -> tuple[Work, ...]:
     return found
 
 
-def _first(p: Problem, backend: str, m: int, k: int, h: int, layout: str) -> tuple[Work, ...]:
+def _first(p: Problem, backend: str) -> tuple[Work, ...]:
+    m, k, h, _ = _sizes(p)
     rows, times = _stacked(p, h)
-    return times * _product(_rest(p, backend), p, m, k, rows, layout)
+    return times * _layer(p, backend, "forward", m, k, rows, x=p.option("x") == "strided")
 
 
 def _launched(p: Problem, backend: str) -> Launched:
@@ -199,18 +225,8 @@ def _product(
     *flags: str,
     launched: Launched | None = None,
 ) -> tuple[Work, ...]:
-    if kind == _LAYER:
-        return linear.layer(kind, p, m, k, n, layout, *flags)
-    tiles, triton = LIBRARY if kind == "torch" else OURS, " triton " in kind
-    return tiled(kind, p, m, k, n, layout, *flags, tiles=tiles, triton=triton, launched=launched)
-
-
-def _rest(p: Problem, backend: str) -> str:
-    """Whose the products are that have no gate in them: of ours those that linear_act takes, of
-    any backend, priced as one kind."""
-    if backend == "cuda" and p.piece == "forward":
-        return f"{NAME} cuda"
-    return "torch" if backend == "eager" else _LAYER
+    triton = " triton " in kind
+    return tiled(kind, p, m, k, n, layout, *flags, tiles=OURS, triton=triton, launched=launched)
 
 
 def _stacked(p: Problem, h: int) -> tuple[int, int]:

@@ -39,7 +39,7 @@ from fastlinear.kernels import CPP_SOURCES, CUDA_SOURCES, TRITON_SOURCES
 
 _HERE = "fastlinear.families.linear"
 _EXACT_ROWS = 4  # up to here kernels multiply and add in float32
-_FAST_TF32 = ((8, 0), (9, 0), (10, 0), (10, 3))  # capabilities
+_FAST_UNITS = ((8, 0), (9, 0), (10, 0), (10, 3))  # capabilities
 _FEWEST_ROWS, _FEW_ROWS, _LEAST_DEPTH = 16, 128, 1024
 _TRITON_SOURCES = ("families/linear/triton", "families/linear/cuda", *TRITON_SOURCES, *CUDA_SOURCES)
 _CUDA_SOURCES = ("families/linear/cuda", *CUDA_SOURCES)
@@ -93,13 +93,17 @@ def _reason_not_precise(p: Problem) -> str | None:
     return None
 
 
-def _why_not_three_tf32(p: Problem) -> str | None:
-    """Three TF32 products beat float32's own only on the data-centre chips, whose matrix units are
-    many times as fast as their float32 units."""
+def _why_not_three(products: str, p: Problem) -> str | None:
+    """Three narrow products beat float32's own only on the data-centre chips, whose matrix units
+    are many times as fast as their float32 units."""
     exact = p.dtype == "float32" and p.precision == "highest" and p.piece != "grad_pre"
-    if not exact or torch.cuda.get_device_capability() in _FAST_TF32:
+    if not exact or torch.cuda.get_device_capability() in _FAST_UNITS:
         return None
-    return "three TF32 products are no faster than float32 on this GPU"
+    return f"three {products} products are no faster than float32 on this GPU"
+
+
+_why_not_three_tf32 = partial(_why_not_three, "TF32")
+_why_not_three_halves = partial(_why_not_three, "float16")
 
 
 def _reason_not_padded(p: Problem) -> str | None:
@@ -312,7 +316,7 @@ FAMILY = register_family(
                 Backend(
                     *(NAME, p, "triton_planes", f"{_HERE}.triton.planes:{p}"),
                     *(_reason_not_triton_planes, _TRITON_SOURCES),
-                    on_request=True,
+                    _why_not_three_halves,
                 )
                 for p in ("forward", "grad_input", "grad_weight")
             ),

@@ -31,6 +31,7 @@ from fastlinear.families.linear.problem import BACKWARD_PIECES, NAME, PIECES, ST
 from fastlinear.families.linear.triton import (
     backward_config,
     config,
+    planes_config,
     product_config,
     single_config,
 )
@@ -49,7 +50,7 @@ _TILES: dict[str, Tiles] = {
 def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     """A backend's work in a piece, a whole backward or a training step; None of backends that
     others registered."""
-    if backend not in (*_TILES, "pieces", "planes"):
+    if backend not in (*_TILES, "pieces", "planes", "triton_planes"):
         return None
     if p.piece == STEP:
         if backend == "pieces":
@@ -123,6 +124,8 @@ def inner(p: Problem, backend: str, *, derived: bool = False) -> tuple[Work, ...
         found = _triton(kind, p, sizes, layout)
     elif backend == "planes":
         found = _planes(p, *sizes, layout)
+    elif backend == "triton_planes":
+        found = _triton_planes(kind, p, *sizes, layout)
     else:
         found = tiled(kind, p, *sizes, layout, tiles=_TILES[backend])
     if backend == "padded":
@@ -169,6 +172,20 @@ def _planes(p: Problem, m: int, k: int, n: int, layout: str) -> tuple[Work, ...]
     standards = not reads and planes.standards_pay(m, n, k, units())
     product = product_of_planes(p, m, k, n, reads=reads, standards=standards)
     return call(f"{NAME} planes", 2 + standards), *splits, *product
+
+
+def _triton_planes(kind: str, p: Problem, m: int, k: int, n: int, layout: str) -> tuple[Work, ...]:
+    """Scales and planes of both operands, and their product."""
+    slices = planes_config.slices_of(m, k, n, units())
+    launched = planes_config.ROWS, planes_config.COLS, slices
+    name = f"{NAME} triton_planes split"
+    ways = layout[0] == "t", layout[1] == "n"
+    splits = tuple(
+        Work(name, bytes_us(p, 3 * lines * k), {"numbers": lines * k}, ("turned",) * turned)
+        for lines, turned in zip((m, n), ways, strict=True)
+    )
+    product = tiled(kind, p, m, k, n, tiles=OURS, launched=launched)
+    return call(name, 4), *splits, *product, *_sum(kind, slices)
 
 
 def _planes_backward(p: Problem) -> tuple[Work, ...]:
@@ -231,22 +248,6 @@ def product_of_planes(
     return call(f"{NAME} planes"), sliced
 
 
-def layer(
-    kind: str, p: Problem, m: int, k: int, n: int, layout: str, *flags: str
-) -> tuple[Work, ...]:
-    """A product that linear_act chooses for another family, priced as one kind."""
-    tiles = tiled(kind, p, m, k, n, layout, *flags, tiles=OURS)
-    full = p.dtype == "float32" and p.precision == "highest"
-    if not full or capability() != planes.CAPABILITY or planes.why_not_of(m, k, n):
-        return tiles
-    split = bytes_us(p, 2 * (m * k + k * n))
-    us = split + planes.product_us(m, n, k, units())
-    if us >= tiles[1].units:
-        return tiles
-    sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
-    return call(f"{kind} planes", 2), Work(f"{kind} planes product", us, sizes, flags)
-
-
 def _row(p: Problem, operand: str) -> int:
     """Numbers between the rows of an operand in memory."""
     m, k, n = _sizes(p)
@@ -275,7 +276,8 @@ def _triton(kind: str, p: Problem, sizes: tuple[int, int, int], layout: str) -> 
     us = product_config.microseconds(c, *sizes, wide, units())
     told = {"m": rows, "k": depth, "n": columns, "mkn": rows * depth * columns}
     ways = (layout,) if layout != "nt" else ()
-    product = Work(f"{kind} product", us - product_config.START_US, told, ways)
+    odd = tuple(f"{a}:odd" for a, at_once in zip("ab", wide, strict=True) if not at_once)
+    product = Work(f"{kind} product", us - product_config.START_US, told, odd, ways)
     return call(kind), product, *_sum(kind, c.splits)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.families.linear.triton.config import dot_precision
 from fastlinear.families.linear.triton.gemm import _sum_slices_kernel
+from fastlinear.families.linear.triton.planes_config import COLS, DEPTH, ROWS, slices_of
 from fastlinear.families.linear.triton.planes_kernels import (
     _planes_kernel,
     _scales_kernel,
@@ -20,11 +21,10 @@ from fastlinear.families.linear.triton.planes_kernels import (
 from fastlinear.families.linear.triton.product import math_of
 from fastlinear.kernels.triton.launch import Launch
 
-_ROWS, _COLS, _DEPTH, _WARPS, _STAGES = 128, 64, 64, 8, 3  # larger tiles spill on sm_80
+_WARPS, _STAGES = 8, 3
 _PLAIN_DEPTH, _GROUP = 32, 8
 _LINES, _LINES_ALONG, _LINE_STEP = 32, 4, 256  # of a program that finds scales
 _SPLIT = 64
-_MOST_SLICES, _LEAST_STEPS = 16, 4
 _MAX_PLANS = 512
 
 
@@ -33,7 +33,7 @@ class _Split:
 
     def __init__(self, t: Tensor) -> None:
         lines, depth = t.shape
-        self.pitch = -(-depth // _DEPTH) * _DEPTH
+        self.pitch = -(-depth // DEPTH) * DEPTH
         each = _LINES_ALONG if t.stride(1) == 1 else _LINES
         sizes = lines, depth, *t.stride()
         self._scales = Launch(
@@ -58,10 +58,10 @@ class _Product:
     def __init__(self, a: Tensor, b: Tensor, activation: str) -> None:
         (rows, depth), cols = a.shape, len(b)
         self._splits = _Split(a), _Split(b)
-        tiles, steps = -(-rows // _ROWS) * -(-cols // _COLS), -(-depth // _DEPTH)
+        tiles, steps = -(-rows // ROWS) * -(-cols // COLS), -(-depth // DEPTH)
         units = 4 if a.device.type == "cpu" else device_facts(a.device).units
-        slices = _slices(tiles, steps, units)
-        each = -(-steps // slices) * _DEPTH
+        slices = slices_of(rows, depth, cols, units)
+        each = -(-steps // slices) * DEPTH
         own = activation if slices == 1 else "none"  # else the sum of the slices ends with it
         math = math_of(a.dtype)
         self._product = Launch(
@@ -69,7 +69,7 @@ class _Product:
             (tiles, slices),
             (
                 *(rows, cols, depth, self._splits[0].pitch, *a.stride(), *b.stride(), each, 3),
-                *(own, math, dot_precision(depth), _ROWS, _COLS, _DEPTH, _PLAIN_DEPTH, _GROUP),
+                *(own, math, dot_precision(depth), ROWS, COLS, DEPTH, _PLAIN_DEPTH, _GROUP),
             ),
             a.device,
             warps=_WARPS,
@@ -94,17 +94,6 @@ class _Product:
         parts = a.new_empty(self._parts)
         self._product(a, b, *planes, None, parts, None)
         self._sum(parts, bias, out, pre)
-
-
-def _slices(tiles: int, steps: int, units: int) -> int:
-    """Of the depth, so that the last wave of tiles is not much shorter than the others."""
-
-    def waves(slices: int) -> float:
-        return -(-tiles * slices // units) * (-(-steps // slices) + _LEAST_STEPS)
-
-    most = max(1, min(_MOST_SLICES, steps // _LEAST_STEPS))
-    best = min(range(1, most + 1), key=waves)
-    return -(-steps // -(-steps // best))  # none is empty
 
 
 _plans: dict[object, _Product] = {}
