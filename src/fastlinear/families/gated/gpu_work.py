@@ -63,7 +63,10 @@ def _forward(p: Problem, backend: str) -> tuple[Work, ...]:
     if backend in _FUSED:
         first = f"{NAME} {backend} first"
         flags = (*flags_of(p, "bias"), *(f"{order} {w}" for order in flags_of(p, "order")))
-        found = _product(first, p, m, k, 2 * h, x + w, *flags, launched=_launched(p, backend))
+        copied = backend == "cuda" and x == "t"  # TMA reads rows
+        found = linear.copies(p, linear.COPY, m * k, turned=True) if copied else ()
+        layout = ("n" if copied else x) + w
+        found += _product(first, p, m, k, 2 * h, layout, *flags, launched=_launched(p, backend))
         found += (fused(f"{NAME} {backend} gate", p, m, h, activation, *kept),)
         if n and backend == "cuda":
             return found + _product(f"{NAME} cuda", p, m, h, n, "n" + w)

@@ -142,10 +142,21 @@ def _copies(kind: str, p: Problem, derived: bool) -> tuple[Work, ...]:
     numbers = [n for n in padded_problem.copied(p, odd_rows, derived) if n]
     if not numbers:
         return ()
-    turned = ("turned",) * (p.piece != "grad_input" and p.option("x") == "strided")
-    total = sum(numbers)
-    copies = Work(f"{kind} copies", bytes_us(p, 2 * total), {"numbers": total}, turned)
-    return call(f"{kind} copy", len(numbers)), copies
+    turned = p.piece != "grad_input" and p.option("x") == "strided"
+    return copies(p, kind, sum(numbers), len(numbers), turned)
+
+
+def copies(
+    p: Problem, kind: str, numbers: int, launches: int = 1, turned: bool = False
+) -> tuple[Work, ...]:
+    """Launches that copy so many numbers in all; ``turned``: what lies along columns."""
+    flags = ("turned",) * turned
+    copied = Work(f"{kind} copies", bytes_us(p, 2 * numbers), {"numbers": numbers}, flags)
+    return call(f"{kind} copy", launches), copied
+
+
+COPY = f"{NAME} padded forward"
+"""The kind of copies before a forward's product."""
 
 
 def _few_rows(kind: str, p: Problem, m: int, k: int, n: int) -> tuple[Work, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.families.linear.padded import aligned_copy
 from fastlinear.kernels.cuda.hopper import ARCH, operand_layout
 from fastlinear.kernels.cuda.prepared import Place, Plans, Prepared
 from fastlinear.native import cuda_driver as driver
@@ -44,9 +45,9 @@ def launch_of(launch: driver.Launch, like: Tensor, slots: Sequence[Place]) -> Pr
 
 
 def readable(t: Tensor) -> Tensor:
-    """A matrix whose rows TMA can read: itself or a dense copy."""
+    """A matrix whose rows TMA can read: itself or a copy."""
     if not t.is_contiguous() or t.shape[1] % 8:
         layout = operand_layout(tuple(t.shape), t.stride())
         if layout is None or layout[0] or (t.stride(1) != 1 and t.shape[1] != 1):
-            t = t.contiguous()
+            t = aligned_copy(t)[:, : t.shape[1]]
     return t if t.data_ptr() % 16 == 0 else t.clone()
