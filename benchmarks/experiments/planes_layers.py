@@ -1,4 +1,4 @@
-"""Layers and gated MLPs in float32 by planes, on a Hopper:
+"""Layers, gated MLPs and groups in float32 by planes, on a Hopper:
 ``python -m benchmarks.experiments.planes_layers --out FILE``.
 
 One run times PyTorch's own operations, the launches that split, and calls that split x beforehand
@@ -22,6 +22,7 @@ import fastlinear as fl
 from benchmarks.experiments.configurations.kind import turns
 from fastlinear.calibration.measure import device_us
 from fastlinear.core.errors import UnsupportedError
+from fastlinear.dispatch.backend import family
 from fastlinear.families.linear.cuda import planes_backend, planes_product
 from fastlinear.families.linear.cuda.planes_split import Source, split
 from fastlinear.fastpath import lookup
@@ -46,7 +47,19 @@ GATES: tuple[Layer, ...] = (
     (512, 512, 1408),
 )
 """Tokens, features and hidden features."""
+GROUPS: tuple[tuple[int, int, int, int], ...] = (
+    (4096, 8, 512, 512),
+    (8192, 4, 1024, 1024),
+    (1024, 16, 256, 256),
+    (256, 10, 256, 256),
+    (2048, 32, 128, 128),
+    (16384, 8, 64, 64),
+    (500, 5, 300, 700),
+)
+"""Tokens, groups, features before and after."""
+GROUP_BACKENDS = ("eager", "baddbmm", "triton", "planes")
 GATE_BACKENDS = ("eager", "elementwise", "planes")
+KINDS = ("layer", "gated", "groups")
 _ALL = (True, True, True)
 Row = dict[str, Any]
 Time = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], float | None]
@@ -116,19 +129,46 @@ def gate(size: Layer, place: torch.device, time: Time) -> Row:
     return {"case": "gated", "M": m, "K": k, "H": h, "us": us}
 
 
-def rows(place: torch.device, time: Time) -> Iterator[Row]:
-    """All cases."""
-    for size in LAYERS:
+def groups(size: tuple[int, int, int, int], place: torch.device, time: Time) -> Row:
+    """Groups with gelu and a bias, tokens first, by name of the backend: forward, with what the
+    backward needs, and backward."""
+    m, count, k, n = size
+    x, y = (torch.randn(1, m, count, features, device=place) for features in (k, n))
+    w, b = torch.randn(count, n, k, device=place), torch.randn(count, n, device=place)
+    known = family("grouped_linear")
+    us = {}
+    for piece in ("forward", "backward"):
+        for backend in known.candidates(piece):
+            if backend.name not in GROUP_BACKENDS:
+                continue
+            run = backend.load()
+            if piece == "backward":
+                given: tuple[Any, ...] = y, y, x, w, "gelu", _ALL, "tokens"
+                us[f"{backend.name} backward"] = time(run, [given])
+                continue
+            for kept in (False, True):
+                given = x, w, b, "gelu", kept, "tokens"
+                us[f"{backend.name} forward{' kept' * kept}"] = time(run, [given])
+    return {"case": "groups", "M": m, "G": count, "K": k, "N": n, "us": us}
+
+
+def rows(place: torch.device, time: Time, kinds: Sequence[str] = KINDS) -> Iterator[Row]:
+    """All cases of these kinds."""
+    for size in LAYERS if "layer" in kinds else ():
         with torch.no_grad():
             yield layer(size, place, time)
-    for size in GATES:
+    for size in GATES if "gated" in kinds else ():
         yield gate(size, place, time)
+    for of_groups in GROUPS if "groups" in kinds else ():
+        with torch.no_grad():
+            yield groups(of_groups, place, time)
 
 
 def main() -> None:
     """Time all cases, and write a line of each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="rows, JSON lines")
+    parser.add_argument("--kind", choices=KINDS, nargs="+", default=KINDS, help="only these")
     given = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise UnsupportedError(
@@ -141,8 +181,8 @@ def main() -> None:
     place = torch.device("cuda")
     torch.manual_seed(0)
     with given.out.open("w") as file:
-        for row in rows(place, lambda run, sets: device_us(run, sets, place)):
-            print(row["case"], *(row[s] for s in "MKNH" if s in row), row["us"], flush=True)
+        for row in rows(place, lambda run, sets: device_us(run, sets, place), given.kind):
+            print(row["case"], *(row[s] for s in "MGKNH" if s in row), row["us"], flush=True)
             file.write(json.dumps(row) + "\n")
             file.flush()
 

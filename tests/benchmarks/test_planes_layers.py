@@ -30,7 +30,10 @@ def test_every_case_is_timed_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = list(planes_layers.rows(place, time))
     layers = [row for row in timed if row["case"] == "layer"]
     assert [(r["M"], r["K"], r["N"]) for r in layers] == list(planes_layers.LAYERS)
-    assert len(timed) == len(planes_layers.LAYERS) + len(planes_layers.GATES)
+    every = planes_layers.LAYERS, planes_layers.GATES, planes_layers.GROUPS
+    assert len(timed) == sum(map(len, every))
+    for row in timed[-len(planes_layers.GROUPS) :]:
+        assert {"eager forward", "planes forward kept", "planes backward"} <= {*row["us"]}
     ways = "forward", "forward kept", "dx"
     for row in layers:
         assert {f"{name} {way}" for name in ("split", "read") for way in ways} <= {*row["us"]}

@@ -41,10 +41,12 @@ def test_long_activations_stay_in_registers(activation: str) -> None:
 
 @pytest.mark.parametrize("activation", ["none", "gelu", "mish", "sine"])
 def test_splits_stay_in_registers(activation: str) -> None:
-    found = nvrtc.usage(planes.split_source(activation), "planes_split.cu", ARCH)
-    most = 8 if activation == "sine" else 0
-    assert max(one.frame for one in found.values()) <= most
-    assert found[planes.SPLIT_KERNEL].registers <= 64
+    for grouped in (False, True):
+        text = planes.split_source(activation, grouped)
+        found = nvrtc.usage(text, "planes_split.cu", ARCH)
+        most = 8 if grouped or activation == "sine" else 0
+        assert max(one.frame for one in found.values()) <= most
+        assert found[planes.SPLIT_KERNEL].registers <= 64
 
 
 @pytest.mark.parametrize("bn", STAGES)
@@ -60,6 +62,20 @@ def test_products_of_gradients_stay_in_registers(bn: int, turned: bool) -> None:
         most = {64: 0, 128: 8}[bn]
         how = {"added": True, "turned": (turned, True), "derivations": tuple(derivations)}
         assert _frame(Config(bn, STAGES[bn]), activation, **how) <= most
+
+
+@pytest.mark.parametrize("bn", STAGES)
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, True)], ids=str)
+def test_products_of_groups_stay_in_registers(bn: int, turned: tuple[bool, bool]) -> None:
+    most = {64: 0, 128: 8}[bn]
+    derived = {"derivations": (Derivation.GRADIENT, Derivation.NONE)}
+    for activation, how in (
+        ("none", {}),
+        ("gelu", derived),
+        ("gelu", {"has_bias": True, "save_pre": True}),
+    ):
+        config = Config(bn, STAGES[bn])
+        assert _frame(config, activation, grouped=True, turned=turned, **how) <= most
 
 
 def test_products_that_read_numbers_stay_in_registers() -> None:

@@ -34,6 +34,7 @@ from fastlinear.families.grouped.cpu import cpp
 from fastlinear.families.grouped.cuda import (
     packed_groups,
     packed_groups_backward,
+    planes,
     weight_stationary,
     wide_backward,
 )
@@ -60,11 +61,12 @@ _LARGEST_COPY = 1 << 29
 _TRITON_SOURCES = ("families/grouped/triton", *TRITON_SOURCES, *_LAYOUT)
 _CPP_SOURCES = ("families/grouped/cpu", *CPP_SOURCES, *_LAYOUT)
 _CUDA_SOURCES = ("families/grouped/cuda", *CUDA_SOURCES, *_TRITON_SOURCES)
+_PLANES_SOURCES = ("families/grouped/cuda", "families/linear/cuda", *CUDA_SOURCES, *_LAYOUT)
 _LINEAR_SOURCES = ("families/linear/batch_invariant.py", "families/linear/cpu", *CPP_SOURCES)
 _PIECES_SOURCES = (
     *("families/grouped/autograd.py", "families/grouped/torch_backends.py"),
     "fastpath",
-    *(*_CUDA_SOURCES, *_CPP_SOURCES),
+    *(*_CUDA_SOURCES, *_PLANES_SOURCES, *_CPP_SOURCES),
 )
 
 
@@ -274,6 +276,13 @@ FAMILY = register_family(
                     f"{_HERE}.cuda.packed_groups_backward:backward",
                 ),
                 *(packed_groups_backward.reason_not, _CUDA_SOURCES),
+            ),
+            *(
+                Backend(
+                    *(NAME, piece, "planes", f"{_HERE}.cuda.planes:{piece}"),
+                    *(planes.reason_not, _PLANES_SOURCES),
+                )
+                for piece in PIECES
             ),
             Backend(
                 *(NAME, "forward", "wide", f"{_HERE}.triton.wide:forward", _reason_not_wide),

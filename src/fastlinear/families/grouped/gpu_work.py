@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import ceil
 
 from fastlinear.core.precision import FLOAT_DTYPES
@@ -26,12 +27,13 @@ from fastlinear.dispatch.work import Work, call, flags_of, host
 from fastlinear.families.grouped.problem import NAME, PIECES, STEP, inner_order, padded_size
 from fastlinear.families.grouped.triton import config
 from fastlinear.families.grouped.unequal.cuda import config as unequal
+from fastlinear.families.linear import gpu_work as linear
 from fastlinear.fastpath.autograd_node import node_work
 
 _LIBRARY = ("eager", "baddbmm", "loop", "conv")
 _TRITON = ("triton", "together")
 _ONE_PASS_SHARE, _TILE_US = 0.5, 0.3  # of the rate of products; of a tile, besides
-_KNOWN = (*_LIBRARY, *_TRITON, "weight_stationary", "packed_groups", "wide", "padded")
+_KNOWN = (*_LIBRARY, *_TRITON, "weight_stationary", "packed_groups", "wide", "padded", "planes")
 
 
 def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
@@ -46,6 +48,8 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     sliced = p.family == "ragged_linear" and backend == "eager"
     if backend == "padded":
         made = _padded(p)
+    elif backend == "planes":
+        made = _planes(p)
     else:
         made = _one_by_one(p) if sliced else _device(p, backend)
     if p.piece == STEP and backend != "eager":
@@ -73,6 +77,35 @@ def _padded(p: Problem) -> tuple[Work, ...]:
     sizes = {"numbers": numbers, "k": k}
     copies = Work(f"{kind} copies", bytes_us(p, 2 * numbers), sizes, flags_of(p, "order", "x", "w"))
     return (*_device(inner, "triton"), call(f"{kind} copy", x + w + dx + dw + 2 * turned), copies)
+
+
+def _planes(p: Problem) -> tuple[Work, ...]:
+    """All groups' operands split, as those of one layer are, and their products."""
+    groups, m, k, n = (max(1, p.dim(name)) for name in ("G", "M", "K", "N"))
+    kept = p.needs_grad and p.option("activation") != "none"
+    name, own = f"{linear.NAME} planes", f"{NAME} planes {p.piece}"
+    weight_turned = p.option("w") != "dense"
+
+    def split(rows: int, width: int, turned: bool) -> Work:
+        return linear.split(p, groups * rows, width, turned, width)
+
+    product = partial(linear.product_of_planes, p, groups=groups)
+    if p.piece == "forward":
+        splits = split(m, k, False), split(n, k, weight_turned)
+        products = product(m, k, n)
+        written = bytes_us(p, groups * m * n * kept)
+        more = (Work(f"{own} kept", written, {"numbers": groups * m * n}),) if kept else ()
+        return call(own, 2), *splits, *products, *more
+    read = 1 if p.option("activation") == "none" else 2
+    both = bytes_us(p, read * groups * m * n + 2 * groups * m * n)
+    dpre = Work(
+        *(f"{name} split both ways", both, {"numbers": groups * m * n}),
+        (*rows_at(p, n), *flags_of(p, "bias")),
+        (p.option("activation"),),
+    )
+    splits = split(n, k, not weight_turned), split(m, k, True)
+    launches = 3 + (p.option("bias") == "yes")
+    return call(own, launches), dpre, *splits, *product(m, n, k), *product(n, m, k)
 
 
 def _alone(p: Problem, backend: str) -> bool:

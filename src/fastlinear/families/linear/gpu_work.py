@@ -243,14 +243,15 @@ def product_of_planes(
     *flags: str,
     reads: bool = False,
     standards: bool = False,
+    groups: int = 1,
 ) -> tuple[Work, ...]:
     """The product (m, n) over k of operands that are split, or of which the first is read; what
     standards cost is of it, but for their launch."""
-    config = planes.config_for(m, n, k, units(), reads, standards)
-    us = config.microseconds(m, n, k, units()) - planes.START_US
+    config = planes.config_for(m, n, k, units(), reads, standards, groups)
+    us = config.microseconds(m, n, k, units(), groups) - planes.START_US
     if standards:
         us += planes.standards_us(m, n, k)
-    sizes = {"m": m, "k": k, "n": n, "mkn": m * k * n}
+    sizes = {"m": m, "k": k, "n": n, "mkn": groups * m * k * n}
     how = ("reads",) * reads + ("standards",) * standards
     product = Work(f"{NAME} planes product", us, sizes, (f"tile:{config.bn}", *how, *flags))
     if config.slices == 1:

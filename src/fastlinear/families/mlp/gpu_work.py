@@ -16,6 +16,7 @@ from fastlinear.dispatch.roofline import (
     of_rows,
     on_device,
     rows_at,
+    swept,
     units,
 )
 from fastlinear.dispatch.select import select
@@ -195,6 +196,12 @@ def _layers(p: Problem, backend: str) -> tuple[Work, ...]:
         if layer not in known:
             known[layer] = _layer(layer, p.piece == "backward", backend)
         found += known[layer]
+    if p.piece != "backward" or backend != "layerwise":
+        return found
+    for layer in layerwise.layers_of(p)[:-1]:  # what the next one reads
+        name, (m, n) = layer.option("activation"), map(layer.dim, "MN")
+        if layerwise.activates_at(name, FLOAT_DTYPES[p.dtype]):
+            found += swept(f"{linear.NAME} triton derivative", layer, m, n, name)  # takes as long
     return found
 
 

@@ -21,6 +21,7 @@ from fastlinear.core.calls import is_captured
 from fastlinear.core.precision import matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
+from fastlinear.dispatch.backend import is_installed
 from fastlinear.dispatch.select import Choice, select
 from fastlinear.families.linear import problem as linear_act
 from fastlinear.families.linear.autograd import backward_of
@@ -127,10 +128,28 @@ def backward(
     for i in reversed(range(first, len(weights))):
         assert dh is not None
         read = None if activation_of(names[i]).saved == "none" else saved[i]
-        entering = layer_input(i, x, saved, names) if need_ws[i] else None
+        entering = _input(i, x, saved, names) if need_ws[i] else None
         wanted = i > first or need_x, need_ws[i], need_bs[i]
         dh, dws[i], dbs[i] = runs[i](dh, read, entering, weights[i], names[i], wanted)
     return (dh if need_x else None), tuple(dws), tuple(dbs)
+
+
+def _input(i: int, x: Tensor, saved: tuple[Tensor, ...], names: tuple[str, ...]) -> Tensor:
+    """``layer_input``, by a kernel of our own where it computes something."""
+    before = saved[i - 1]
+    if not i or not before.is_cuda or not before.is_contiguous():
+        return layer_input(i, x, saved, names)
+    if not activates_at(names[i - 1], before.dtype):
+        return layer_input(i, x, saved, names)
+    from fastlinear.families.mlp.triton.activate import activated
+
+    return activated(before, names[i - 1])
+
+
+def activates_at(name: str, dtype: torch.dtype) -> bool:
+    """Whether a backward on a GPU has a launch for results of such a layer, which are not kept."""
+    kept = activation_of(name).saved == "pre"
+    return kept and dtype != torch.float64 and is_installed("triton")
 
 
 def _saving(

@@ -2,6 +2,8 @@
 //
 //   C[m, n] = sum_k A[m, k] * B[n, k];   pre = C + bias;   Y = act(pre)
 //
+// or of several groups alike, whose rows of planes lie behind each other, of each from a multiple of 64 on.
+//
 // Both operands come as two planes of float16 (planes_split.cu): A = s_m (h + l / 2^11), B alike, with
 // a scale s for each BK numbers of a row (a column) along K.
 //
@@ -28,10 +30,11 @@
 //
 // hopper_words.h, activations/cuda.h, hopper_async.h, planes.h and the parts of this file, planes_params.h
 // to planes_results.h, come before it. Macros from the host: BM (128) BN STAGES GROUP_M A_MN B_MN READS
-// STANDARDS SAVE HAS_BIAS ADDED A_DERIVED B_DERIVED ACT, IS_BF16 0, and the functions wgmma and
+// GROUPED STANDARDS SAVE HAS_BIAS ADDED A_DERIVED B_DERIVED ACT, IS_BF16 0, and the functions wgmma and
 // wgmma_first for accumulators of BN / 2.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
 //   READS 1: A comes as numbers; its rows lie along K, and it is not derived.
+//   GROUPED 1: of several groups; without standards, A is not read, nothing is added.
 //   STANDARDS 1: lines of both have standards; A is not read.
 //   SAVE 1: `pre` is written beside Y.
 //   ADDED 1: C is added to what Y holds; without bias and activation.
@@ -55,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) planes_product(const __
   wait_for_previous();
   let_next_start();
 
-  const int tiles = p.tiles_m * p.tiles_n * p.slices;
+  const int tiles = p.tiles_m * p.tiles_n * p.slices * (GROUPED ? p.groups : 1);
   const int first = blockIdx.x, step = gridDim.x;
   if (warpgroup == 0) {
     fewer_registers<PRODUCER_REGISTERS>();
@@ -72,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) planes_product(const __
     for (int t = first; t < tiles; t += step) {
       const Tile tile = tile_at(p, t);
       const int row = tile.m * BM + consumer * (BM / 2) + warp * 16;
-      const Results results{p, row, tile.n * BN, tile.slice};
+      const Results results{p, row, tile.n * BN, tile.slice, tile.group};
       float sum[BN / 2] = {};
       u32 told = LAST;
       if (pipe.on_standards()) pipe.standard_tile(sum);
@@ -95,12 +98,17 @@ extern "C" __global__ void __launch_bounds__(256) planes_sums(const __grid_const
   wait_for_previous();
   let_next_start();
   const long long all = static_cast<long long>(p.M) * p.N;
-  const long long at = static_cast<long long>(blockIdx.x) * 256 + threadIdx.x;
-  if (at >= all) return;
+  long long at = static_cast<long long>(blockIdx.x) * 256 + threadIdx.x;
+  const int group = GROUPED ? static_cast<int>(at / all) : 0;
+  at -= group * all;
+  if (group >= (GROUPED ? p.groups : 1) || at >= all) return;
+  const float* const parts = p.parts + group * p.slices * all;
   float v = 0.0f;
 #pragma unroll 4
-  for (int i = 0; i < p.slices; ++i) v += p.parts[i * all + at];
-  if (HAS_BIAS) v += p.bias[at % p.N];
+  for (int i = 0; i < p.slices; ++i) v += parts[i * all + at];
+  const int column = static_cast<int>(at % p.N);
+  if (HAS_BIAS) v += p.bias[GROUPED ? group * p.N + column : column];
+  if (GROUPED) at = group * p.y_groups_apart + at / p.N * p.y_row + column;
   if (SAVE) p.pre[at] = v;
   if (ADDED) v += p.y[at];
   p.y[at] = ANY_DERIVED ? v : act(v);

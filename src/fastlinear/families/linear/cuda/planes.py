@@ -25,6 +25,7 @@ SPLIT_KERNEL, BIAS_KERNEL = "planes_split", "planes_bias"
 STANDARDS_KERNEL = "planes_standards"
 SPLIT_THREADS = 256
 CAPABILITY = (9, 0)
+SEGMENT = 64
 PITCH = 8
 """Rows of planes begin at multiples of so many numbers."""
 AT_ONCE = 1 << 27
@@ -50,14 +51,15 @@ def reason_not_exact(p: Problem) -> str | None:
     return None if exact else "for float32 of full precision only"
 
 
-def why_not_of(m: int, k: int, n: int) -> str | None:
-    """Why products of x (m, k) and a weight (n, k) are not of planes, or None."""
+def why_not_of(m: int, k: int, n: int, groups: int = 1) -> str | None:
+    """Why products of x (m, k) and a weight (n, k), of each group, are not of planes, or None."""
     if min(m, k, n) < 1:
         return "an empty dimension"
     if max(m, k, n) >= _MOST:
         return "sizes must stay below 2^30"
     each = ((m, k), (k, m), (n, k), (k, n), (m, n), (n, m))
-    if max(rows * pitch(row) for rows, row in each) > _MOST_NUMBERS:
+    of_a_group = SEGMENT if groups > 1 else 1
+    if max(groups * _up(rows, of_a_group) * pitch(row) for rows, row in each) > _MOST_NUMBERS:
         return "x, weight and y may have 2^29 elements each, rows of eight: planes are copies"
     return None
 
@@ -71,9 +73,13 @@ def parts(lines: int, width: int, at_once: int) -> list[slice]:
     return [slice(i, min(i + each, lines)) for i in range(0, lines, each)]
 
 
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
 def pitch(row: int) -> int:
     """Numbers between rows of planes."""
-    return -(-row // PITCH) * PITCH
+    return _up(row, PITCH)
 
 
 class Derivation(IntEnum):
@@ -133,18 +139,18 @@ class Config:
             return f"{self.slices} slices of K={k}, of which the last is empty"
         return None
 
-    def terms(self, m: int, n: int, k: int, units: int) -> tuple[float, ...]:
+    def terms(self, m: int, n: int, k: int, units: int, groups: int = 1) -> tuple[float, ...]:
         """What a launch's time is a weighted sum of: for each width of tiles its products and its
         tiles, in turn; then one, what slices write and read again, and whether there are any."""
-        rounds = ceil(ceil(m / 128) * ceil(n / self.bn) * self.slices / units)
+        rounds = ceil(groups * ceil(m / 128) * ceil(n / self.bn) * self.slices / units)
         steps = rounds * slice_tiles(k, self.slices)
         by_width = [v * (bn == self.bn) for bn in STAGES for v in (steps, rounds)]
         apart = self.slices > 1
-        return (*by_width, 1.0, apart * self.slices * m * n / 1e6, float(apart))
+        return (*by_width, 1.0, apart * self.slices * groups * m * n / 1e6, float(apart))
 
-    def microseconds(self, m: int, n: int, k: int, units: int) -> float:
+    def microseconds(self, m: int, n: int, k: int, units: int, groups: int = 1) -> float:
         """How long a launch takes, by a model."""
-        terms = self.terms(m, n, k, units)
+        terms = self.terms(m, n, k, units, groups)
         kind = 2 if self.standards else int(self.reads)
         return sum(us * t for us, t in zip(_US[kind], terms, strict=True))
 
@@ -156,6 +162,7 @@ def source(
     has_bias: bool = False,
     save_pre: bool = False,
     added: bool = False,
+    grouped: bool = False,
     turned: tuple[bool, bool] = (False, False),
     derivations: tuple[Derivation, Derivation] = (Derivation.NONE, Derivation.NONE),
 ) -> str:
@@ -166,6 +173,7 @@ def source(
         "STAGES": config.stages,
         "GROUP_M": config.group_m,
         "READS": int(config.reads),
+        "GROUPED": int(grouped),
         "STANDARDS": int(config.standards),
         "A_MN": int(turned[0]),
         "B_MN": int(turned[1]),
@@ -181,10 +189,10 @@ def source(
 
 
 @cache
-def split_source(activation: str = "none") -> str:
+def split_source(activation: str = "none", grouped: bool = False) -> str:
     """The complete CUDA C++ source of ``planes_split.cu``, with the activation of what is
     derived."""
-    return _text(_macros(activation), "", "planes_split.cu")
+    return _text({"GROUPED": int(grouped), **_macros(activation)}, "", "planes_split.cu")
 
 
 def _macros(activation: str) -> dict[str, str | int]:
@@ -246,11 +254,17 @@ def candidates(
 
 @cache
 def config_for(
-    m: int, n: int, k: int, units: int, reads: bool = False, standards: bool = False
+    m: int,
+    n: int,
+    k: int,
+    units: int,
+    reads: bool = False,
+    standards: bool = False,
+    groups: int = 1,
 ) -> Config:
     """The configuration that is predicted to take the least time."""
     found = candidates(m, n, k, reads, standards)
-    return min(found, key=lambda c: c.microseconds(m, n, k, units))
+    return min(found, key=lambda c: c.microseconds(m, n, k, units, groups))
 
 
 @cache

@@ -44,7 +44,7 @@ def _of_rows(
         first, second = split((a, b))
         return product(first, second, bias, activation, save)
     (second,) = split((b,))
-    y, pre = empty(a.numbers, len(a.numbers), sides(second)[0], save)
+    y, pre = empty(a.numbers, (lines, sides(second)[0]), save)
     for rows in each:
         (first,) = split((a.rows(rows),))
         into = y[rows], None if pre is None else pre[rows]

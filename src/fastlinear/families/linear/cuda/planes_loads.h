@@ -38,13 +38,13 @@ struct Small {
 
   __device__ __forceinline__ void read(const Params& p, Tile tile, int kt) {
     const int each_a = p.a_lines / 64, each_b = p.b_lines / 64;
-    const int row = tile.m * (BM / 64), column = tile.n * (BN / 64);
+    const int row = tile.row(p) / 64, column = tile.column(p) / 64;
+    const int* const a = p.a_small + static_cast<long long>(tile.a_tile(p, kt)) * each_a;
+    const int* const b = p.b_small + static_cast<long long>(tile.b_tile(p, kt)) * each_b;
 #pragma unroll
-    for (int i = 0; i < BM / 64; ++i)
-      rows[i] = !READS && row + i < each_a ? p.a_small[static_cast<long long>(kt) * each_a + row + i] : 0;
+    for (int i = 0; i < BM / 64; ++i) rows[i] = !READS && row + i < each_a ? a[row + i] : 0;
 #pragma unroll
-    for (int i = 0; i < BN / 64; ++i)
-      columns[i] = column + i < each_b ? p.b_small[static_cast<long long>(kt) * each_b + column + i] : 0;
+    for (int i = 0; i < BN / 64; ++i) columns[i] = column + i < each_b ? b[column + i] : 0;
   }
 
   // In the bits that consumers are told.
@@ -124,8 +124,8 @@ __device__ __forceinline__ void fill_planes(const Params& p, u32 base, int first
     mbar_expect(full, STAGE_BYTES);
 #pragma unroll
     for (int plane = 0; plane < 2; ++plane) {
-      if (!READS) load_a(a + plane, to + plane * A_BYTES, full, tile.m * BM, kt * BK);
-      load_b(b + plane, to + A_STAGE + plane * B_BYTES, full, tile.n * BN, kt * BK);
+      if (!READS) load_a(a + plane, to + plane * A_BYTES, full, tile.row(p), tile.a_tile(p, kt) * BK);
+      load_b(b + plane, to + A_STAGE + plane * B_BYTES, full, tile.column(p), tile.b_tile(p, kt) * BK);
     }
 #pragma unroll
     for (int half = 0; half < 2 * READS; ++half)
@@ -139,14 +139,15 @@ __device__ __forceinline__ void fill_scales(const Params& p, u32 base, int first
   const auto load = [&](int stage, u32 odd, u32 full, Tile tile, int kt, u32 told) {
     if (lane_id()) return;
     const u32 to = scales_at(base, stage, odd);
-    const int row = tile.m * BM, column = tile.n * BN;
+    const int row = tile.row(p), column = tile.column(p);
     const int rows = READS ? 0 : min(BM, p.a_lines - row), columns = min(BN, p.b_lines - column);
     store_shared32(to + TOLD_OFFSET, told);
     mbar_expect(full, 4 * (rows + columns));
     if (!READS)
-      bulk_load(to, p.a_scales + static_cast<long long>(kt) * p.a_lines + row, full, 4 * rows);
-    bulk_load(to + 4 * BM, p.b_scales + static_cast<long long>(kt) * p.b_lines + column, full,
-              4 * columns);
+      bulk_load(to, p.a_scales + static_cast<long long>(tile.a_tile(p, kt)) * p.a_lines + row, full,
+                4 * rows);
+    bulk_load(to + 4 * BM, p.b_scales + static_cast<long long>(tile.b_tile(p, kt)) * p.b_lines + column,
+              full, 4 * columns);
   };
   fill<true>(p, base, first, step, tiles, load);
 }

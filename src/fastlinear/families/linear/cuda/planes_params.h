@@ -22,8 +22,9 @@ constexpr bool BOTH = !READS || BN <= 64;  // registers hold products of high pl
 constexpr bool ANY_DERIVED = A_DERIVED != DERIVED_NONE || B_DERIVED != DERIVED_NONE;
 
 static_assert(BM == 128 && (BN == 64 || BN == 128), "BM, BN");
-static_assert(!STANDARDS || !READS, "STANDARDS");
-static_assert(!READS || (!A_MN && A_DERIVED == DERIVED_NONE), "READS");
+static_assert(!STANDARDS || !(READS || GROUPED), "STANDARDS");
+static_assert(!GROUPED || !ADDED, "GROUPED");
+static_assert(!READS || (!A_MN && A_DERIVED == DERIVED_NONE && !GROUPED), "READS");
 static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS + 2 * READS * SPLIT_REGISTERS <=
                   THREADS / 128 * REGISTERS,
               "who asks for more registers than there are waits for ever");
@@ -37,22 +38,44 @@ struct Params {
   float *y, *pre;                        // (M, N) dense
   float* parts;                          // (slices, M, N), where there are several
   long long strides[3][2][2];            // of these: along M (N), along K
-  int M, N, K, slices, slice_tiles;      // slice_tiles: k-tiles of a slice
+  long long groups_apart[3][2];          // and from group to group
+  long long y_groups_apart;              // of y and pre, whose rows are y_row numbers apart
+  int M, N, K, slices, slice_tiles;      // of a group; slice_tiles: k-tiles of a slice
   int tiles_m, tiles_n;                  // of BM rows, of BN columns
-  int a_lines, b_lines;                  // M, N and more, a multiple of 64
+  int a_lines, b_lines;                  // of all groups: M, N and more, a multiple of 64
+  int groups, y_row;
+  int a_group, a_group_tiles;            // of A, lines and k-tiles from a group to the next
+  int b_group, b_group_tiles;            // of B
 };
 
-struct Tile { int m, n, slice; };
+struct Tile {
+  int m, n, slice, group;
+
+  // Its first line in all of A, or of B, and where a k-tile of its group lies there.
+  __device__ __forceinline__ int row(const Params& p) const {
+    return m * BM + (GROUPED ? group * p.a_group : 0);
+  }
+  __device__ __forceinline__ int column(const Params& p) const {
+    return n * BN + (GROUPED ? group * p.b_group : 0);
+  }
+  __device__ __forceinline__ int a_tile(const Params& p, int kt) const {
+    return kt + (GROUPED ? group * p.a_group_tiles : 0);
+  }
+  __device__ __forceinline__ int b_tile(const Params& p, int kt) const {
+    return kt + (GROUPED ? group * p.b_group_tiles : 0);
+  }
+};
 
 // Columns of GROUP_M row-tiles, so that one wave of blocks reads a compact patch of A and B.
 __device__ __forceinline__ Tile tile_at(const Params& p, int t) {
-  const int each = p.tiles_m * p.tiles_n, slice = t / each;
-  t -= slice * each;
+  const int each = p.tiles_m * p.tiles_n, part = t / each;
+  const int of_group = GROUPED ? part / p.slices : 0, slice = part - of_group * p.slices;
+  t -= part * each;
   const int per_group = GROUP_M * p.tiles_n;
   const int group = t / per_group;
   const int rest = t - group * per_group;
   const int rows = min(GROUP_M, p.tiles_m - group * GROUP_M);
-  return {group * GROUP_M + rest % rows, rest / rows, slice};
+  return {group * GROUP_M + rest % rows, rest / rows, slice, of_group};
 }
 
 __device__ __forceinline__ int k_tiles_of(const Params& p, int slice) {

@@ -28,29 +28,35 @@ from fastlinear.native import cuda_driver as driver
 
 _REMEDY = "Leave the configuration to the model."
 _MAPS = 8 * MAP_BYTES
-_PRODUCT_BYTES = _MAPS + 14 * 8 + 4 * READ * 8 + 9 * 4
+_STRIDES = _MAPS + 14 * 8
+_PRODUCT_BYTES = _STRIDES + (6 * READ + 1) * 8 + 15 * 4
 _SUMS_THREADS = 256
 
 plans: Plans[_ProductPlan] = Plans()
 Operand = Planes | Source
+Strides = tuple[int, int]
+"""Of results: from group to group, and from row to row."""
 
 
 class _ProductPlan:
     """Launches of ``planes.cu``. Tensors: those of a and of b; bias, y, pre, parts."""
 
-    def __init__(self, a: Operand, b: Planes, text: str, config: Config, device: int) -> None:
+    def __init__(
+        self, a: Operand, b: Planes, y: Strides, text: str, config: Config, device: int
+    ) -> None:
         self._sizes = *sides(a), sides(b)[0]
         m, _, n = self._sizes
+        groups, self._y = b.source.groups, y
         block = self._block(a, b, config, device)
         kernel = compiled.kernel(text, KERNEL, config.shared_bytes, device)
         launch = driver.Launch(kernel, config.threads, 1, [block.argument])  # type: ignore[list-item]
-        tiles = -(-m // 128) * -(-n // config.bn) * config.slices
+        tiles = groups * -(-m // 128) * -(-n // config.bn) * config.slices
         launch.set_grid(min(tiles, launch.max_clusters()))
         launch.begin_early()
         self._runs = [Prepared(launch, device, block.places, block.masks)]
         if config.slices > 1:
             block = self._block(a, b, config, device)  # each launch has memory of its own
-            blocks = -(-m * n // _SUMS_THREADS)
+            blocks = -(-groups * m * n // _SUMS_THREADS)
             self._runs.append(prepared(text, SUMS_KERNEL, block, _SUMS_THREADS, blocks, device))
 
     def _block(self, a: Operand, b: Planes, config: Config, device: int) -> Block:
@@ -70,16 +76,20 @@ class _ProductPlan:
                 aligned = j == 0 or (config.reads and i == 0)
                 block.address(_MAPS + 16 * j + 8 * i, first + 4 + j, 15 if aligned else 1)
             for j, read in enumerate(_source(operand).read):
-                strides = (0, 0) if read is None else _along(read, operand.by_columns)
-                block.numbers(_MAPS + 112 + 16 * (2 * j + i), "2q", *strides)
+                if read is None:
+                    continue
+                apart = read.stride(0) if read.dim() == 3 else 0
+                strides = _along(read, operand.by_columns)
+                block.numbers(_STRIDES + 16 * (2 * j + i), "2q", *strides)
+                block.numbers(_STRIDES + 32 * READ + 8 * (2 * j + i), "q", apart)
         for i in range(4):  # bias, y, pre, parts
             block.address(_MAPS + 80 + 8 * i, 2 * TENSORS + i)
         tiles_m, tiles_n = -(-m // 128), -(-n // config.bn)
         slices, each = config.slices, slice_tiles(k, config.slices)
         lines = [0 if isinstance(one, Source) else one.scales.shape[1] for one in (a, b)]
-        block.numbers(
-            _MAPS + 112 + 4 * READ * 8, "9i", m, n, k, slices, each, tiles_m, tiles_n, *lines
-        )
+        groups, (groups_apart, row) = b.source.groups, self._y
+        table = m, n, k, slices, each, tiles_m, tiles_n, *lines, groups, row, *_apart(a), *_apart(b)
+        block.numbers(_STRIDES + 6 * READ * 8, "q15i", groups_apart, *table)
         return block
 
     def run(self, *given: Tensor | None) -> None:
@@ -89,13 +99,19 @@ class _ProductPlan:
 
 
 def sides(operand: Operand) -> tuple[int, int]:
-    """Sizes along M (N) and along K."""
-    rows, columns = _source(operand).numbers.shape
+    """Sizes along M (N) and along K, of a group."""
+    rows, columns = _source(operand).sizes
     return (columns, rows) if operand.by_columns else (rows, columns)
 
 
 def _source(operand: Operand) -> Source:
     return operand if isinstance(operand, Source) else operand.source
+
+
+def _apart(operand: Operand) -> tuple[int, int]:
+    """Lines and k-tiles from a group to the next one."""
+    rows = _source(operand).rows_apart
+    return (0, rows // BK) if operand.by_columns else (rows, 0)
 
 
 def _multiplied(operand: Operand) -> list[tuple[int, Tensor]]:
@@ -112,9 +128,11 @@ def _tensors(operand: Operand) -> tuple[Tensor | None, ...]:
 
 
 def can_be_read(source: Source) -> bool:
-    """Whether ``product`` can split it itself: it is no derivation, and its rows begin on 16 bytes,
-    do not overlap and lie side by side."""
+    """Whether ``product`` can split it itself: it is no derivation and of no groups, and its rows
+    begin on 16 bytes, do not overlap and lie side by side."""
     t = source.numbers
+    if t.dim() == 3:
+        return False
     across, along = t.stride()
     apart = across % 4 == 0 and across >= t.shape[1]
     plain = source.derivation is Derivation.NONE
@@ -135,7 +153,7 @@ def gains_by_standards(like: Tensor, m: int, n: int, k: int) -> bool:
 
 def _along(t: Tensor, by_columns: bool) -> tuple[int, int]:
     """Strides along M (N) and along K."""
-    rows, columns = t.stride()
+    rows, columns = t.stride()[-2:]
     return (columns, rows) if by_columns else (rows, columns)
 
 
@@ -150,9 +168,14 @@ def _units(device: int) -> int:
     return device_facts(torch.device("cuda", device)).units
 
 
-def empty(like: Tensor, m: int, n: int, save_pre: bool) -> tuple[Tensor, Tensor | None]:
+def empty(like: Tensor, shape: tuple[int, ...], save_pre: bool) -> tuple[Tensor, Tensor | None]:
     """Memory for a product, and beside it for what comes before its activation."""
-    return like.new_empty(m, n), like.new_empty(m, n) if save_pre else None
+    return like.new_empty(shape), like.new_empty(shape) if save_pre else None
+
+
+def _rows_lie(t: Tensor) -> bool:
+    """Whether they lie where ``product`` writes them."""
+    return t.is_contiguous() if t.dim() == 2 else t.stride(-1) == 1 or t.shape[-1] == 1
 
 
 def product(
@@ -166,16 +189,16 @@ def product(
     added: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(act(A Bᵀ + bias), A Bᵀ + bias or None), both (M, N).
+    """(act(A Bᵀ + bias), A Bᵀ + bias or None), both (M, N), or of groups (groups, M, N).
 
     Args:
         a: of A (M, K), or by columns of (K, M); or A itself, to be split here, see
             ``can_be_read``.
         b: of B (N, K), or by columns of (K, N).
-        bias: (N,) float32, or None.
+        bias: (N,) or (groups, N) float32, or None.
         activation: its name.
         save_pre: whether to return the second.
-        into: memory for both, dense, of their shape.
+        into: memory for both, of their shape and alike, dense but for groups, of which rows are.
         added: whether A Bᵀ is added to what ``into`` holds; without bias and activation.
         config: how the product is shared out; None lets a model choose.
 
@@ -190,21 +213,29 @@ def product(
     reads = isinstance(a, Source)
     both = first.standards[a.by_columns] and second.standards[b.by_columns]
     standards = both and not reads
-    config = config or config_for(m, n, k, _units(device), reads, standards)
+    groups = second.groups if second.numbers.dim() == 3 else 0
+    assert first.numbers.dim() == second.numbers.dim(), "both are of groups"
+    assert first.groups == second.groups, "both are of as many groups"
+    assert not groups or not (standards or reads or added), "groups are split, without standards"
+    if config is None:
+        config = config_for(m, n, k, _units(device), reads, standards, groups or 1)
     assert config.reads == reads, "the configuration is for other operands"
     assert standards or not config.standards, "lines have no standards"
     if (why := config.invalid(k)) is not None:
         raise UnsupportedError("linear_act (planes backend)", "a configuration", why, _REMEDY)
-    if bias is not None and bias.stride(0) != 1:
+    if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
-    y, pre = into or empty(first.numbers, m, n, save_pre)
-    assert all(t is None or (t.shape == (m, n) and t.is_contiguous()) for t in (y, pre))
-    parts = y.new_empty(config.slices, m, n) if config.slices > 1 else None
+    shape = (groups, m, n) if groups else (m, n)
+    y, pre = into or empty(first.numbers, shape, save_pre)
+    assert all(t is None or (t.shape == shape and _rows_lie(t)) for t in (y, pre))
+    assert pre is None or pre.stride() == y.stride()
+    parts = y.new_empty(groups or 1, config.slices, m, n) if config.slices > 1 else None
     derived = {one.activation for one in (first, second) if one.derivation is not Derivation.NONE}
     if derived:  # of one activation, and the product of none
         (activation,) = derived
     how = bias is None, activation, save_pre, added, config
-    key = (_facts(a), _facts(b), *how, device)
+    of_y = (y.stride(0), y.stride(1)) if groups else (0, n)
+    key = (_facts(a), _facts(b), of_y, *how, device)
 
     def plan() -> _ProductPlan:
         text = source(
@@ -212,11 +243,12 @@ def product(
             has_bias=bias is not None,
             save_pre=save_pre,
             added=added,
+            grouped=groups > 0,
             turned=(a.by_columns, b.by_columns),
             derivations=(first.derivation, second.derivation),
         )
         with compiled.current(device):
-            return _ProductPlan(a, b, text, config, device)
+            return _ProductPlan(a, b, of_y, text, config, device)
 
     plans.of(key, plan).run(*_tensors(a), *b.tensors, bias, y, pre, parts)
     return y, pre

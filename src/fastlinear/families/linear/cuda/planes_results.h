@@ -7,7 +7,7 @@ __device__ __forceinline__ bool aligned(const float* at) {
 // A warp's 16 rows of a tile, from `row` on.
 struct Results {
   const Params& p;
-  int row, column, slice;
+  int row, column, slice, group;
 
   // A number of A or B, of a line along K.
   template <int kOperand>
@@ -15,7 +15,8 @@ struct Results {
     constexpr int kDerived = kOperand ? B_DERIVED : A_DERIVED;
     const auto read = [&](int i) {
       const long long* const s = p.strides[i][kOperand];
-      return p.plain[i][kOperand][line * s[0] + k * s[1]];
+      const long long apart = GROUPED ? group * p.groups_apart[i][kOperand] : 0;
+      return p.plain[i][kOperand][apart + line * s[0] + k * s[1]];
     };
     const float x = read(0), saved = kDerived == DERIVED_NONE ? 0.0f : read(1);
     return derived(kDerived, x, saved, kDerived == DERIVED_GATE_GRADIENT ? read(2) : 0.0f);
@@ -59,12 +60,14 @@ struct Results {
     }
   }
 
-  // Groups j to j + 3 of eight columns each; `pairs`: rows begin on 8 bytes and have an even length.
-  __device__ __forceinline__ void store(float* to, const float (&v)[BN / 2], int j, bool pairs) const {
+  // Groups j to j + 3 of eight columns each, of rows so many numbers `apart`; `pairs`: rows begin on 8
+  // bytes and have an even length.
+  __device__ __forceinline__ void store(float* to, const float (&v)[BN / 2], int j, bool pairs,
+                                        int apart) const {
     const u32 lane = lane_id();
     const int r = row + (lane >> 2), n = column + 2 * (lane & 3);
-    float* const at[2] = {to + static_cast<long long>(r) * p.N + n,
-                          to + static_cast<long long>(r + 8) * p.N + n};
+    float* const at[2] = {to + static_cast<long long>(r) * apart + n,
+                          to + static_cast<long long>(r + 8) * apart + n};
     if (pairs) {
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 16; i += 2)
@@ -78,7 +81,7 @@ struct Results {
     }
   }
 
-  // v += what lies there, alike.
+  // v += what lies there, alike, in dense rows.
   __device__ __forceinline__ void add(const float* from, float (&v)[BN / 2], int j, bool pairs) const {
     const u32 lane = lane_id();
     const int r = row + (lane >> 2), n = column + 2 * (lane & 3);
@@ -100,15 +103,19 @@ struct Results {
 
   __device__ __forceinline__ void finish(float (&sum)[BN / 2]) const {
     const bool last = p.slices == 1;
-    float* const to = last ? p.y : p.parts + slice * (static_cast<long long>(p.M) * p.N);
-    const bool pairs = p.N % 2 == 0 && aligned(to) && (!SAVE || aligned(p.pre));
+    const long long part = GROUPED ? group * p.slices + slice : slice;
+    const long long own = GROUPED ? group * p.y_groups_apart : 0;  // where the group's results begin
+    float* const to = last ? p.y + own : p.parts + part * (static_cast<long long>(p.M) * p.N);
+    float* const pre = SAVE ? p.pre + own : nullptr;
+    const int apart = GROUPED && last ? p.y_row : p.N;
+    const bool pairs = p.N % 2 == 0 && apart % 2 == 0 && aligned(to) && (!SAVE || aligned(pre));
     const int first = column + 2 * (lane_id() & 3);
     float bias[BN / 4];  // read before anything is written, which might be this
     if (HAS_BIAS) {
 #pragma unroll
       for (int i = 0; i < BN / 4; ++i) {
         const int n = first + 8 * (i >> 1) + (i & 1);
-        bias[i] = last && n < p.N ? p.bias[n] : 0.0f;
+        bias[i] = last && n < p.N ? p.bias[GROUPED ? group * p.N + n : n] : 0.0f;
       }
     }
 #pragma unroll
@@ -116,12 +123,12 @@ struct Results {
       if (last) {
 #pragma unroll
         for (int i = 4 * j; HAS_BIAS && i < 4 * j + 16; ++i) sum[i] += bias[i / 4 * 2 + i % 2];
-        if (SAVE) store(p.pre, sum, j, pairs);
+        if (SAVE) store(pre, sum, j, pairs, apart);
 #pragma unroll
         for (int i = 4 * j; !ANY_DERIVED && i < 4 * j + 16; ++i) sum[i] = act(sum[i]);
         if (ADDED) add(to, sum, j, pairs);
       }
-      store(to, sum, j, pairs);
+      store(to, sum, j, pairs, apart);
     }
   }
 };

@@ -1,11 +1,13 @@
 // Matrices of float32 as planes of float16 (planes.h).
 //
 // A block has 64 rows and 64 columns, 4 by 4 in each thread's registers. It splits them by rows, by
-// columns, or both ways. A matrix may be derived from others, with the activation ACT (planes.h).
+// columns, or both ways. A matrix may be derived from others, with the activation ACT (planes.h). It may be
+// of several groups of rows, each of which begins with a block of its own: zeros lie between their planes.
 // Standards of lines come before it, from planes_standards. Sums over rows, a bias' gradient, are those
 // of 64 rows here, of all in planes_bias.
 //
 // hopper_words.h, with IS_BF16 0, activations/cuda.h, hopper_async.h and planes.h come before this file.
+// GROUPED 1: of several groups; without standards.
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, FOURS = SEGMENT / 4;
 
@@ -27,12 +29,15 @@ struct Matrix {
   float* sums;           // (blocks of 64 rows, columns) or null
   Side by_rows, by_columns;
   long long strides[3];  // of rows, in numbers
-  int rows, columns, pitch;
+  long long groups_apart[3];
+  int rows, columns, pitch;  // rows: of a group
   int wide;              // whether rows of numbers begin on 16 bytes, as those of planes do
   int first, across;     // its first block; its blocks beside each other
   int derivation;        // how it is derived
   int together;          // matrices up to the last with this first block, which take their blocks by turns
   int standards;         // whether lines have standards: by rows (1), by columns (2)
+  int down;              // a group's blocks below each other
+  int made;              // rows of planes: of several groups all that their blocks have
 
   // Blocks of 64 lines that have standards.
   __device__ __forceinline__ int blocks_with_standards(bool by_columns) const {
@@ -48,9 +53,10 @@ struct Matrix {
 
   // Numbers c to c + 3 of four rows of one of the matrices, 0 behind its ends. All are under way before the
   // first is looked at: no branch lies between.
-  __device__ __forceinline__ void read(int which, int row, int c, float4 (&v)[4]) const {
+  __device__ __forceinline__ void read(int which, int group, int row, int c, float4 (&v)[4]) const {
     const long long stride = strides[which];
-    const float* const numbers = from[which] + row * stride + c;
+    const long long apart = GROUPED ? group * groups_apart[which] : 0;
+    const float* const numbers = from[which] + apart + row * stride + c;
     if (wide && c + 4 <= columns && row + 4 <= rows) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) v[i] = *reinterpret_cast<const float4*>(numbers + i * stride);
@@ -66,17 +72,17 @@ struct Matrix {
   }
 
   // A thread's numbers.
-  __device__ __forceinline__ void read(int row, int c, float4 (&v)[4]) const {
-    read(0, row, c, v);
+  __device__ __forceinline__ void read(int group, int row, int c, float4 (&v)[4]) const {
+    read(0, group, row, c, v);
     if (derivation == DERIVED_NONE) return;
     float4 more[4];
     if (derivation == DERIVED_GATE_GRADIENT) {
-      read(2, row, c, more);
+      read(2, group, row, c, more);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         v[i] = {v[i].x * more[i].x, v[i].y * more[i].y, v[i].z * more[i].z, v[i].w * more[i].w};
     }
-    read(1, row, c, more);
+    read(1, group, row, c, more);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       v[i] = {derived(derivation, v[i].x, more[i].x, 1.0f), derived(derivation, v[i].y, more[i].y, 1.0f),
@@ -88,7 +94,7 @@ struct Matrix {
   __device__ __forceinline__ void put(const Side& to, int row, int c, const float4 (&v)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (row + i >= rows || c >= columns) continue;
+      if (row + i >= made || c >= columns) continue;
       uint2 high, low;
       split<kLevel>(v[i].x, v[i].y, v[i].z, v[i].w, high, low);
       const long long at = static_cast<long long>(row + i) * pitch + c;
@@ -176,7 +182,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
   const int own = threadIdx.x, warp = own / 32, four = own % FOURS;
   const int row = down * SEGMENT + own / FOURS * 4, column = right * SEGMENT + 4 * four;
   float4 v[4], of_rows = {};  // and lines' standards
-  m.read(row, column, v);
+  {
+    const int group = GROUPED ? down / m.down : 0;
+    m.read(group, row - group * m.down * SEGMENT, column, v);
+  }
   float of_own = 0.0f;
   const bool with_row = m.standards & 1, with_column = m.standards & 2;  // of rows', of columns' standards
   if (with_row)
@@ -272,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) planes_standards(const __g
   const int depth = by_columns ? m.rows : m.columns, step = (depth / (4 * SEGMENT) + 1) * SEGMENT;
   float4 v[4];
   for (int k = 0, found = 0; !found && k < depth; k += step) {
-    m.read((by_columns ? k : line) + own / FOURS * 4, (by_columns ? line : k) + 4 * four, v);
+    m.read(0, (by_columns ? k : line) + own / FOURS * 4, (by_columns ? line : k) + 4 * four, v);
     tell_columns<Span>(told[own / 32], v);
     u32 any = 0;
     for (const float4& x : v)
@@ -296,9 +305,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) planes_standards(const __g
 }
 
 struct Bias {
-  const float* sums;  // (blocks, columns)
-  float* to;          // (columns)
-  int blocks, columns;
+  const float* sums;  // (groups, blocks, columns)
+  float* to;          // (groups, columns)
+  int blocks, columns, across;  // across: blocks of this launch for a group
 };
 
 // A bias' gradient: of 32 columns a block, each warp every eighth of the blocks' sums.
@@ -306,16 +315,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) planes_bias(const __grid_c
   __shared__ float sums[WARPS][32];
   wait_for_previous();
   let_next_start();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.x * 32 + lane;
+  const int group = blockIdx.x / p.across, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int column = (blockIdx.x - group * p.across) * 32 + lane;
+  const long long first = static_cast<long long>(group) * p.blocks;
   float sum = 0.0f;
   if (column < p.columns) {
 #pragma unroll 4
     for (int i = warp; i < p.blocks; i += WARPS)
-      sum += p.sums[static_cast<long long>(i) * p.columns + column];
+      sum += p.sums[(first + i) * p.columns + column];
   }
   sums[warp][lane] = sum;
   __syncthreads();
   if (warp || column >= p.columns) return;
   for (int i = 1; i < WARPS; ++i) sum += sums[i][lane];
-  p.to[column] = sum;
+  p.to[static_cast<long long>(group) * p.columns + column] = sum;
 }

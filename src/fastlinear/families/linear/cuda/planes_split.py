@@ -24,7 +24,7 @@ from fastlinear.kernels.cuda.hopper import BK
 from fastlinear.kernels.cuda.prepared import Block, Plans, Prepared, prepared
 
 _SIDE_BYTES = 7 * 8
-_MATRIX_BYTES = 4 * 8 + 2 * _SIDE_BYTES + 3 * 8 + 10 * 4
+_MATRIX_BYTES = 4 * 8 + 2 * _SIDE_BYTES + 2 * 3 * 8 + 12 * 4
 _MOST_MATRICES = 5
 _SPLIT_BYTES = _MOST_MATRICES * _MATRIX_BYTES + 8
 _BIAS_COLUMNS = 32
@@ -34,14 +34,14 @@ class Source(NamedTuple):
     """What is to be split.
 
     Attributes:
-        numbers: (rows, columns) of float32.
+        numbers: (rows, columns) of float32, or of groups (groups, rows, columns).
         by_rows, by_columns: which ways; by columns a scale belongs to 64 numbers of a column.
         derivation: how the matrix is derived from these numbers and the next two.
-        saved, other: (rows, columns), where its derivation reads them.
+        saved, other: of that shape, where its derivation reads them.
         activation: of its derivation; one for all that are split together.
-        sums: memory for its sums over rows, (columns,).
+        sums: memory for its sums over rows, (columns,) or (groups, columns).
         standards: whether lines have standards, by rows and by columns: products of two such
-            matrices gain by them.
+            matrices gain by them. Those of groups have none.
     """
 
     numbers: Tensor
@@ -53,6 +53,23 @@ class Source(NamedTuple):
     activation: str = "none"
     sums: Tensor | None = None
     standards: tuple[bool, bool] = (False, False)
+
+    @property
+    def groups(self) -> int:
+        """How many there are."""
+        return self.numbers.shape[0] if self.numbers.dim() == 3 else 1
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows of a group, and columns."""
+        rows, columns = self.numbers.shape[-2:]
+        return rows, columns
+
+    @property
+    def rows_apart(self) -> int:
+        """Rows of planes from the beginning of a group to that of the next."""
+        rows, _ = self.sizes
+        return _up(rows, BK) if self.numbers.dim() == 3 else rows
 
     @property
     def read(self) -> tuple[Tensor | None, ...]:
@@ -76,7 +93,8 @@ class Source(NamedTuple):
 
 
 class Planes(NamedTuple):
-    """A matrix (rows, columns) of float32 as matrices of float16, one way.
+    """A matrix (rows, columns) of float32 as matrices of float16, one way; of groups one below the
+    other, each from a multiple of 64 rows on, with zeros between.
 
     Attributes:
         high, low: of numbers that are not small beside others of their segment.
@@ -123,15 +141,15 @@ Turns = tuple[tuple[int, int], ...]
 def _side_by_side(source: Source) -> tuple[Source, bool]:
     """A matrix whose rows are side by side in memory: itself, turned, or a copy; whether turned."""
     t = source.numbers
-    turned = t.stride(0) == 1 < t.stride(1) and len(t) > 1
+    turned = t.stride(-2) == 1 < t.stride(-1) and t.shape[-2] > 1
     if turned and source.derivation is Derivation.NONE and source.sums is None:
         ways = source.by_columns, source.by_rows
-        return Source(t.t(), *ways, standards=source.standards[::-1]), True
+        return Source(t.transpose(-2, -1), *ways, standards=source.standards[::-1]), True
     return source.replaced(_dense), False
 
 
 def _dense(t: Tensor) -> Tensor:
-    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 def _up(size: int, step: int) -> int:
@@ -158,7 +176,7 @@ def split(sources: Sequence[Source]) -> list[Planes]:
         by_columns = sides[-1].made if one.by_columns else padding
         t, parts = one.numbers, None
         if one.sums is not None:
-            parts = t.new_empty(_up(len(t), BK) // BK, t.shape[1])
+            parts = t.new_empty(_blocks(one)[0], t.shape[-1])
         given += [*one.read, parts, one.sums, *by_rows, *by_columns]
     device = laid[0].numbers.device.index
 
@@ -174,14 +192,14 @@ def split(sources: Sequence[Source]) -> list[Planes]:
 
 def _facts(source: Source) -> tuple[object, ...]:
     ways, derivation = (source.by_rows, source.by_columns), (source.derivation, source.activation)
-    read = [None if t is None else (t.stride(0), t.data_ptr() % 16) for t in source.read]
+    read = [None if t is None else (*t.stride()[:-1], t.data_ptr() % 16) for t in source.read]
     more = source.sums is None, source.standards
     return (source.numbers.shape, *read, *ways, *derivation, *more)
 
 
 def _side(source: Source, by_columns: bool) -> Planes:
-    t = source.numbers
-    rows, columns = t.shape
+    t, (_, columns) = source.numbers, source.sizes
+    rows = source.groups * source.rows_apart
     planes = t.new_empty(4, rows, pitch(columns), dtype=torch.float16)[:, :, :columns]
     k, lines = (rows, columns) if by_columns else (columns, rows)
     segments, blocks = _up(k, BK) // BK, _up(lines, BK) // BK
@@ -198,7 +216,7 @@ class _SplitPlan:
     def __init__(self, sources: Sequence[Source], turns: Turns, device: int) -> None:
         derived = [s for s in sources if s.derivation is not Derivation.NONE]
         (activation,) = {s.activation for s in derived} or {"none"}
-        text = split_source(activation)
+        text = split_source(activation, any(s.groups > 1 for s in sources))
         self._runs: list[Prepared] = []
 
         def run(kernel: str, block: Block, blocks: int) -> None:
@@ -211,11 +229,12 @@ class _SplitPlan:
         for i, one in enumerate(sources):
             if one.sums is None:
                 continue
-            block, columns = Block(24), one.numbers.shape[1]
+            block, (_, columns) = Block(32), one.sizes
             for j in range(2):
                 block.address(8 * j, _GIVEN * i + READ + j)
-            block.numbers(16, "2i", _blocks(one)[0], columns)
-            run(BIAS_KERNEL, block, -(-columns // _BIAS_COLUMNS))
+            across = -(-columns // _BIAS_COLUMNS)
+            block.numbers(16, "3i", _blocks(one)[0] // one.groups, columns, across)
+            run(BIAS_KERNEL, block, one.groups * across)
 
     def run(self, *given: Tensor | None) -> None:
         """All launches."""
@@ -225,8 +244,8 @@ class _SplitPlan:
 
 def _blocks(source: Source) -> tuple[int, int]:
     """Of a matrix, blocks of 64 below each other and beside each other."""
-    rows, columns = (_up(size, BK) // BK for size in source.numbers.shape)
-    return rows, columns
+    rows, columns = (_up(size, BK) // BK for size in source.sizes)
+    return source.groups * rows, columns
 
 
 def _ways_with_standards(source: Source) -> tuple[bool, bool]:
@@ -245,28 +264,35 @@ def _parameters(sources: Sequence[Source], turns: Turns) -> tuple[Block, int]:
     """What ``planes_split.cu`` is told of all matrices, and how many blocks these have."""
     block, first = Block(_SPLIT_BYTES), 0
     for i, one in enumerate(sources):
-        rows, columns = one.numbers.shape
-        read = [t for t in one.read if t is not None]
-        wide = all(u.data_ptr() % 16 == 0 and (u.stride(0) % 4 == 0 or rows == 1) for u in read)
+        rows, columns = one.sizes
+        made = one.groups * one.rows_apart
+        wide = all(_is_wide(t) for t in one.read if t is not None)
         down, across = _blocks(one)
         at, tensor = _MATRIX_BYTES * i, _GIVEN * i
         for j in range(READ + 1):
             block.address(at + 8 * j, tensor + j, 15)
         at += 8 * (READ + 1)
-        for way, (wanted, lines) in enumerate(((one.by_rows, rows), (one.by_columns, columns))):
+        for way, (wanted, lines) in enumerate(((one.by_rows, made), (one.by_columns, columns))):
             side, of_side = at + _SIDE_BYTES * way, tensor + READ + 2 + MADE * way
             for j in range(MADE if wanted else 0):
                 block.address(side + 8 * j, of_side + j, 15)
             block.numbers(side + 8 * MADE, "q", _up(lines, BK))
-        strides = [0 if t is None else t.stride(0) for t in one.read]
+        strides = [0 if t is None else t.stride(-2) for t in one.read]
+        apart = [0 if t is None or t.dim() == 2 else t.stride(0) for t in one.read]
         table = rows, columns, pitch(columns), int(wide), first, across
         by_rows, by_columns = _ways_with_standards(one)
-        how = one.derivation, turns[i][1], by_rows + 2 * by_columns
-        block.numbers(at + 2 * _SIDE_BYTES, f"{READ}q9i", *strides, *table, *how)
+        how = one.derivation, turns[i][1], by_rows + 2 * by_columns, down // one.groups, made
+        block.numbers(at + 2 * _SIDE_BYTES, f"{2 * READ}q11i", *strides, *apart, *table, *how)
         if turns[i][0] == turns[i][1] - 1:
             first += down * across * turns[i][1]
     block.numbers(_MOST_MATRICES * _MATRIX_BYTES, "i", len(sources))
     return block, first
+
+
+def _is_wide(t: Tensor) -> bool:
+    """Whether its rows begin on 16 bytes."""
+    apart = [s for s, size in zip(t.stride()[:-1], t.shape[:-1], strict=True) if size > 1]
+    return t.data_ptr() % 16 == 0 and all(s % 4 == 0 for s in apart)
 
 
 def _turns(sources: Sequence[Source]) -> Turns:
