@@ -24,7 +24,9 @@ from fastlinear.dispatch.cache import tuned
 from fastlinear.dispatch.prices import Prediction, prices
 
 BASELINE = "eager"
-_TIE = 0.03  # of PyTorch's time, within which its own ops win
+# Of PyTorch's time, within which its own ops win: predictions of a GPU are off by 12 to 20% (rms),
+# and on 1,171 drawn calls this leaves 14 over 5% slower than PyTorch's, where 0.03 leaves 22.
+_TIE = {"cpu": 0.03, "cuda": 0.1}
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def _predicted(
     reasons: dict[str, str | None],
 ) -> Choice:
     def us(name: str) -> float:
-        return found[name].us * (1.0 - _TIE if name == BASELINE else 1.0)
+        return found[name].us * (1.0 - _TIE[problem.device] if name == BASELINE else 1.0)
 
     best = min(found, key=us)
     why = f"least predicted: {found[best]}"

@@ -17,11 +17,13 @@ from fastlinear.dispatch.roofline import (
     flops_per_us,
     hosts,
     of_rows,
+    on_device,
     rows_at,
     tiled,
     tiled_us,
     units,
 )
+from fastlinear.dispatch.select import select
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, call, flags_of, host
 from fastlinear.families.grouped.problem import NAME, PIECES, STEP, inner_order, padded_size
@@ -60,7 +62,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
 
 
 def _padded(p: Problem) -> tuple[Work, ...]:
-    """Copies, and the products of tokens and weights that lie well, Triton's for all that serve."""
+    """Copies, and what is taken for tokens and weights that lie well."""
     groups, m, k, n = (max(1, p.dim(name)) for name in ("G", "M", "K", "N"))
     order, wide = p.option("order"), padded_size(k)
     lies = {"order": inner_order(order), "x": "dense", "w": "dense"}
@@ -76,7 +78,8 @@ def _padded(p: Problem) -> tuple[Work, ...]:
     kind = f"{NAME} padded {p.piece}"
     sizes = {"numbers": numbers, "k": k}
     copies = Work(f"{kind} copies", bytes_us(p, 2 * numbers), sizes, flags_of(p, "order", "x", "w"))
-    return (*_device(inner, "triton"), call(f"{kind} copy", x + w + dx + dw + 2 * turned), copies)
+    taken = on_device(work(inner, select(inner, ready=False).backend.name) or ())
+    return (*taken, call(f"{kind} copy", x + w + dx + dw + 2 * turned), copies)
 
 
 def _planes(p: Problem) -> tuple[Work, ...]:
