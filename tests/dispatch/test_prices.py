@@ -165,6 +165,7 @@ def test_choices_over_committed_rows_are_near_the_best(
     known = prices.of_device(device)
     assert known is not None
     regret: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    tie = {"nvidia-hopper": 0.1}.get(device, 0.03)
     for row in _rows(folder, every):
         p, us = Problem.from_json(row["problem"]), row["us"]
         p = replace(p, captured=p.device == "cuda")
@@ -173,7 +174,7 @@ def test_choices_over_committed_rows_are_near_the_best(
             works = alone(p, name)
             found = None if works is None else known.of_call(p, works)
             if found:
-                told[name] = found.us * (0.97 if name == "eager" else 1.0)
+                told[name] = found.us * (1.0 - tie if name == "eager" else 1.0)
         if len(told) > 1:
             log = math.log(us[min(told, key=lambda name: told[name])] / min(us.values()))
             regret[p.family, p.needs_grad].append(log)

@@ -14,7 +14,7 @@ import math
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,18 +32,13 @@ from fastlinear.core.device import (
 from fastlinear.core.errors import CacheWarning
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import cache_dir
-from fastlinear.dispatch.work import ANY, HOST, KEPT, Work, dtype_of, host
+from fastlinear.dispatch.work import ANY, HOST, KEPT, Work, dtype_of
 
 FORMAT = 1
 KNOTS = (*range(13), 14, 16, 18, 20, 22, 24, 26, 28, 30)
 _FOLDER = Path(__file__).with_name("constants")
 _MOST_BYTES = 8 << 20
 _MOST_EXPONENT = 40.0
-_STEP = "step"
-_OF_A_HALF, _OF_A_GRADIENT = (
-    1 / 2,
-    1 / 6,
-)  # of a node: forward, backward; or each of three gradients
 _BESIDE = 0.05
 """Of what a GPU or its host does while it waits for the other: other calls may want it."""
 
@@ -130,8 +125,7 @@ class Prices:
         """What a Problem's call takes, of these works; None where one of them has no price.
 
         A GPU computes while its host goes on: the slower of both decides. In a CUDA graph the host
-        has nothing to do. To a piece of a training step comes its share of what the host pays for
-        autograd's node: so long the device has time.
+        has nothing to do.
         """
         if p.device != "cuda":
             return self.predict(works, dtype_of(p))
@@ -139,19 +133,12 @@ class Prices:
         hosts: list[Work] = []
         for work in works:
             (hosts if work.kind.endswith(HOST) else device).append(work)
-        hosts += self._share_of_node(p)
         on_device = self.predict(device, dtype_of(p))
         by_host = self.predict(() if p.captured else hosts, ANY)
         if on_device is None or by_host is None:
             return None
         slow, fast = sorted((on_device, by_host), key=lambda part: -part.us)
         return Prediction(slow.us + _BESIDE * fast.us, slow.terms, fast.terms)
-
-    def _share_of_node(self, p: Problem) -> tuple[Work, ...]:
-        node = host(f"{p.family} node")
-        if not p.needs_grad or p.piece == _STEP or name_of(node.kind, ANY) not in self.by_kind:
-            return ()
-        return (replace(node, units=_OF_A_GRADIENT if p.piece.startswith("grad_") else _OF_A_HALF),)
 
     def predict(self, works: Iterable[Work], dtype: str) -> Prediction | None:
         """What these works take one after the other; None where one of them has no price."""
@@ -269,8 +256,10 @@ _CPU_TRAITS = {
 }
 
 
-def _likeness(there: Mapping[str, Any], here: Mapping[str, Any]) -> int:
-    return sum(there.get(name) == value for name, value in here.items())
+def _likeness(there: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[int, int]:
+    """How many traits are the same; of as many the nearest generation of a maker's counts."""
+    same = sum(there.get(name) == value for name, value in here.items())
+    return same, -abs(there.get("family", 0) - here.get("family", 0))
 
 
 @lru_cache(maxsize=1)

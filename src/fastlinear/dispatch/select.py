@@ -24,8 +24,8 @@ from fastlinear.dispatch.cache import tuned
 from fastlinear.dispatch.prices import Prediction, prices
 
 BASELINE = "eager"
-# Of PyTorch's time, within which its own ops win: predictions of a GPU are off by 12 to 20% (rms),
-# and on 1,171 drawn calls this leaves 14 over 5% slower than PyTorch's, where 0.03 leaves 22.
+# Of PyTorch's time, within which its own ops win: predictions of a GPU are off by 12 to 20% (rms).
+# Of 1,171 drawn calls 14 then are over 5% slower than PyTorch's; with 0.03 it would be 22.
 _TIE = {"cpu": 0.03, "cuda": 0.1}
 
 

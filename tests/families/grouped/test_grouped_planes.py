@@ -141,8 +141,10 @@ def test_numbers_without_planes_stay_in_their_group(which: int, value: float) ->
         assert torch.equal(ours.isnan(), right.float().isnan())
         finite = right.float().isfinite()
         assert torch.equal(ours.isfinite(), finite)
-        scale = right[finite].abs().max()
-        assert float((ours[finite].double() - right[finite]).abs().max() / scale) < 1e-6
+        known = torch.where(finite, right, 0.0).abs()
+        scale = known.amax(-1, keepdim=True) if right.dim() > 2 else known
+        off = torch.where(finite, ours.double() - right, 0.0).abs()
+        assert bool((off <= 1e-5 * scale + 1e-6).all())
 
 
 @pytest.mark.parametrize("config", [Config(64, 4, slices=4), Config(128, 3, slices=2)], ids=str)

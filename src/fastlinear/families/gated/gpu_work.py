@@ -117,13 +117,12 @@ def _layer(
         bias=piece == "forward" and p.option("bias") == "yes" and backend != "eager",
         needs_grad=piece != "forward",
         x_layout="strided" if x else "rows",
-        w_layout=weight,
+        w_layout="nk" if piece == "grad_weight" else weight,
         precision=p.precision,
         captured=p.captured,
     )
-    if backend == "eager":
-        return linear.inner(q, "eager")
-    return on_device(linear.work(q, select(q, ready=False).backend.name) or ())
+    own = None if backend == "eager" else linear.work(q, select(q, ready=False).backend.name)
+    return linear.inner(q, "eager") if own is None else on_device(own)  # or others' own backend
 
 
 def _planes_parts(p: Problem) -> Iterator[tuple[int, tuple[str, ...]]]:

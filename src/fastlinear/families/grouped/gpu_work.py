@@ -17,19 +17,18 @@ from fastlinear.dispatch.roofline import (
     flops_per_us,
     hosts,
     of_rows,
-    on_device,
     rows_at,
     tiled,
     tiled_us,
     units,
 )
-from fastlinear.dispatch.select import select
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, call, flags_of, host
 from fastlinear.families.grouped.problem import NAME, PIECES, STEP, inner_order, padded_size
 from fastlinear.families.grouped.triton import config
 from fastlinear.families.grouped.unequal.cuda import config as unequal
 from fastlinear.families.linear import gpu_work as linear
+from fastlinear.families.linear.cuda import planes
 from fastlinear.fastpath.autograd_node import node_work
 
 _LIBRARY = ("eager", "baddbmm", "loop", "conv")
@@ -62,7 +61,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
 
 
 def _padded(p: Problem) -> tuple[Work, ...]:
-    """Copies, and what is taken for tokens and weights that lie well."""
+    """Copies, and the products of tokens and weights that lie well, Triton's for all that serve."""
     groups, m, k, n = (max(1, p.dim(name)) for name in ("G", "M", "K", "N"))
     order, wide = p.option("order"), padded_size(k)
     lies = {"order": inner_order(order), "x": "dense", "w": "dense"}
@@ -78,8 +77,7 @@ def _padded(p: Problem) -> tuple[Work, ...]:
     kind = f"{NAME} padded {p.piece}"
     sizes = {"numbers": numbers, "k": k}
     copies = Work(f"{kind} copies", bytes_us(p, 2 * numbers), sizes, flags_of(p, "order", "x", "w"))
-    taken = on_device(work(inner, select(inner, ready=False).backend.name) or ())
-    return (*taken, call(f"{kind} copy", x + w + dx + dw + 2 * turned), copies)
+    return (*_device(inner, "triton"), call(f"{kind} copy", x + w + dx + dw + 2 * turned), copies)
 
 
 def _planes(p: Problem) -> tuple[Work, ...]:
@@ -90,23 +88,29 @@ def _planes(p: Problem) -> tuple[Work, ...]:
     weight_turned = p.option("w") != "dense"
 
     def split(rows: int, width: int, turned: bool) -> Work:
-        return linear.split(p, groups * rows, width, turned, width)
+        """Of a matrix a group; ``turned``: its planes are by columns."""
+        made = planes.up(rows, planes.SEGMENT)
+        moved = bytes_us(p, groups * (rows * width + made * planes.pitch(width)))
+        kind, sizes = f"{name} split{' by columns' * turned}", {"numbers": groups * made * width}
+        return Work(kind, moved, sizes, rows_at(p, width))
 
+    weight = (k, n) if weight_turned else (n, k)  # as its rows lie
     product = partial(linear.product_of_planes, p, groups=groups)
     if p.piece == "forward":
-        splits = split(m, k, False), split(n, k, weight_turned)
+        splits = split(m, k, False), split(*weight, weight_turned)
         products = product(m, k, n)
         written = bytes_us(p, groups * m * n * kept)
         more = (Work(f"{own} kept", written, {"numbers": groups * m * n}),) if kept else ()
         return call(own, 2), *splits, *products, *more
     read = 1 if p.option("activation") == "none" else 2
-    both = bytes_us(p, read * groups * m * n + 2 * groups * m * n)
+    made = groups * planes.up(m, planes.SEGMENT) * n
+    both = bytes_us(p, read * groups * m * n + 2 * made)
     dpre = Work(
-        *(f"{name} split both ways", both, {"numbers": groups * m * n}),
+        *(f"{name} split both ways", both, {"numbers": made}),
         (*rows_at(p, n), *flags_of(p, "bias")),
         (p.option("activation"),),
     )
-    splits = split(n, k, not weight_turned), split(m, k, True)
+    splits = split(*weight, not weight_turned), split(m, k, True)
     launches = 3 + (p.option("bias") == "yes")
     return call(own, launches), dpre, *splits, *product(m, n, k), *product(n, m, k)
 

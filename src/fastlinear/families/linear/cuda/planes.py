@@ -58,8 +58,10 @@ def why_not_of(m: int, k: int, n: int, groups: int = 1) -> str | None:
     if max(m, k, n) >= _MOST:
         return "sizes must stay below 2^30"
     each = ((m, k), (k, m), (n, k), (k, n), (m, n), (n, m))
-    of_a_group = SEGMENT if groups > 1 else 1
-    if max(groups * _up(rows, of_a_group) * pitch(row) for rows, row in each) > _MOST_NUMBERS:
+    if groups > 1:
+        if max(groups * up(rows, SEGMENT) * pitch(row) for rows, row in each) > AT_ONCE:
+            return "planes of all groups may have 2^27 elements, 64 rows at a time"
+    elif max(rows * pitch(row) for rows, row in each) > _MOST_NUMBERS:
         return "x, weight and y may have 2^29 elements each, rows of eight: planes are copies"
     return None
 
@@ -73,13 +75,14 @@ def parts(lines: int, width: int, at_once: int) -> list[slice]:
     return [slice(i, min(i + each, lines)) for i in range(0, lines, each)]
 
 
-def _up(size: int, step: int) -> int:
+def up(size: int, step: int) -> int:
+    """The next multiple of the step."""
     return -(-size // step) * step
 
 
 def pitch(row: int) -> int:
     """Numbers between rows of planes."""
-    return _up(row, PITCH)
+    return up(row, PITCH)
 
 
 class Derivation(IntEnum):

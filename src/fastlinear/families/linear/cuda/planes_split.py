@@ -18,6 +18,7 @@ from fastlinear.families.linear.cuda.planes import (
     Derivation,
     pitch,
     split_source,
+    up,
 )
 from fastlinear.kernels.cuda import compiled
 from fastlinear.kernels.cuda.hopper import BK
@@ -69,7 +70,7 @@ class Source(NamedTuple):
     def rows_apart(self) -> int:
         """Rows of planes from the beginning of a group to that of the next."""
         rows, _ = self.sizes
-        return _up(rows, BK) if self.numbers.dim() == 3 else rows
+        return up(rows, BK) if self.numbers.dim() == 3 else rows
 
     @property
     def read(self) -> tuple[Tensor | None, ...]:
@@ -152,10 +153,6 @@ def _dense(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step
-
-
 def split(sources: Sequence[Source]) -> list[Planes]:
     """Planes of up to five matrices together, by rows before by columns, and their sums.
 
@@ -202,7 +199,7 @@ def _side(source: Source, by_columns: bool) -> Planes:
     rows = source.groups * source.rows_apart
     planes = t.new_empty(4, rows, pitch(columns), dtype=torch.float16)[:, :, :columns]
     k, lines = (rows, columns) if by_columns else (columns, rows)
-    segments, blocks = _up(k, BK) // BK, _up(lines, BK) // BK
+    segments, blocks = up(k, BK) // BK, up(lines, BK) // BK
     scales = t.new_empty(segments + source.standards[by_columns], blocks * BK)
     small = t.new_empty(segments, blocks, dtype=torch.int32)
     high, low, small_high, small_low = planes
@@ -244,7 +241,7 @@ class _SplitPlan:
 
 def _blocks(source: Source) -> tuple[int, int]:
     """Of a matrix, blocks of 64 below each other and beside each other."""
-    rows, columns = (_up(size, BK) // BK for size in source.sizes)
+    rows, columns = (up(size, BK) // BK for size in source.sizes)
     return source.groups * rows, columns
 
 
@@ -276,7 +273,7 @@ def _parameters(sources: Sequence[Source], turns: Turns) -> tuple[Block, int]:
             side, of_side = at + _SIDE_BYTES * way, tensor + READ + 2 + MADE * way
             for j in range(MADE if wanted else 0):
                 block.address(side + 8 * j, of_side + j, 15)
-            block.numbers(side + 8 * MADE, "q", _up(lines, BK))
+            block.numbers(side + 8 * MADE, "q", up(lines, BK))
         strides = [0 if t is None else t.stride(-2) for t in one.read]
         apart = [0 if t is None or t.dim() == 2 else t.stride(0) for t in one.read]
         table = rows, columns, pitch(columns), int(wide), first, across
