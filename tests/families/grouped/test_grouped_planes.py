@@ -96,6 +96,25 @@ def test_weights_that_lie_turned() -> None:
     check((x, weight.transpose(1, 2).contiguous().transpose(1, 2), bias, dy), "none", "tokens")
 
 
+@pytest.mark.parametrize("order", ["tokens", "groups"])
+def test_two_axes_of_tokens_without_a_bias(order: str) -> None:
+    x, weight, _, dy = drawn((66, 2, 40, 72), order)
+    x, dy = (layouts.dense(t[0].unflatten(0, (2, 33)), order) for t in (x, dy))
+    y, pre = planes.forward(x, weight, None, "gelu", True, order)
+    oracle = reference.forward(x.double(), weight.double(), None, "gelu", True, order)
+    theirs = reference.forward(x, weight, None, "gelu", True, order)
+    grads = planes.backward(dy, theirs[1], x, weight, "gelu", (True, True, False), order)
+    given = dy.double(), oracle[1], x.double(), weight.double()
+    right = reference.backward(*given, "gelu", (True, True, False), order)
+    own = reference.backward(dy, theirs[1], x, weight, "gelu", (True, True, False), order)
+    assert layouts.is_dense(y, order)
+    for ours, plain, exact in zip(
+        (y, pre, *grads[:2]), (*theirs, *own[:2]), (*oracle, *right[:2]), strict=True
+    ):
+        verdict = judge("groups", ours, plain, exact)
+        assert verdict.passed, str(verdict)
+
+
 def test_groups_of_different_scales() -> None:
     """Lines of a tile that are the next group's change nothing."""
     given = list(drawn((70, 3, 72, 130), "tokens"))
