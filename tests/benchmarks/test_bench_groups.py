@@ -71,6 +71,7 @@ def test_every_contender_is_right(direction: str, activation: str) -> None:
             "packed_groups",
             "weight_stationary",
             "wide",
+            "planes",
             "cpp",
             "widened",
         )

@@ -13,8 +13,7 @@ from torch import Tensor
 from fastlinear.activations.reference import ACTIVATIONS
 from fastlinear.core.compare import judge
 from fastlinear.families.grouped import layout as layouts
-from fastlinear.families.grouped import reference
-from fastlinear.families.grouped.cuda import planes
+from fastlinear.families.grouped import planes, reference
 from fastlinear.families.grouped.problem import problem
 from fastlinear.families.linear.cuda import planes_product
 from fastlinear.families.linear.cuda.planes import Config

@@ -29,12 +29,11 @@ from fastlinear.dispatch.backend import (
 )
 from fastlinear.dispatch.drawn import Draw
 from fastlinear.families.grouped import layout as layouts
-from fastlinear.families.grouped import reference, torch_backends
+from fastlinear.families.grouped import planes, reference, torch_backends
 from fastlinear.families.grouped.cpu import cpp
 from fastlinear.families.grouped.cuda import (
     packed_groups,
     packed_groups_backward,
-    planes,
     weight_stationary,
     wide_backward,
 )
@@ -61,7 +60,7 @@ _LARGEST_COPY = 1 << 29
 _TRITON_SOURCES = ("families/grouped/triton", *TRITON_SOURCES, *_LAYOUT)
 _CPP_SOURCES = ("families/grouped/cpu", *CPP_SOURCES, *_LAYOUT)
 _CUDA_SOURCES = ("families/grouped/cuda", *CUDA_SOURCES, *_TRITON_SOURCES)
-_PLANES_SOURCES = ("families/grouped/cuda", "families/linear/cuda", *CUDA_SOURCES, *_LAYOUT)
+_PLANES_SOURCES = ("families/linear/cuda", *CUDA_SOURCES, *_LAYOUT)
 _LINEAR_SOURCES = ("families/linear/batch_invariant.py", "families/linear/cpu", *CPP_SOURCES)
 _PIECES_SOURCES = (
     *("families/grouped/autograd.py", "families/grouped/torch_backends.py"),
@@ -279,7 +278,7 @@ FAMILY = register_family(
             ),
             *(
                 Backend(
-                    *(NAME, piece, "planes", f"{_HERE}.cuda.planes:{piece}"),
+                    *(NAME, piece, "planes", f"{_HERE}.planes:{piece}"),
                     *(planes.reason_not, _PLANES_SOURCES),
                 )
                 for piece in PIECES
