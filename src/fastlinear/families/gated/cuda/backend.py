@@ -3,7 +3,7 @@
 ``forward.cu`` is gate and up projection as one product, ``backward.cu`` the gradient of what the
 gate lets through, which is never written. Both hide the epilogue under the next tile's product.
 ``backward.cu`` also leaves partial sums of the bias gradients, which ``bias_sums.py`` adds up.
-The down projection is what linear_act takes for such a layer, the other products are cuBLAS's.
+Products without a gate are what linear_act takes for such layers.
 Every element is written by one block in a fixed order: results are deterministic.
 """
 

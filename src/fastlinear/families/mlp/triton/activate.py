@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastlinear.activations.triton import activation as act
+from fastlinear.families.mlp.triton.plans import math_of
 from fastlinear.kernels.triton.launch import Launch
 
 _BLOCK, _WARPS = 2048, 8
@@ -48,8 +48,7 @@ def activated(pre: Tensor, activation: str) -> Tensor:
     if launch is None:
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        math = "exact" if pre.dtype is torch.float32 else "fast"
-        rest = numbers, activation, math, _BLOCK
+        rest = numbers, activation, math_of(pre.dtype), _BLOCK
         grid = (-(-numbers // _BLOCK),)
         launch = _plans[key] = Launch(_activate_kernel, grid, rest, pre.device, warps=_WARPS)
     launch(pre, out)

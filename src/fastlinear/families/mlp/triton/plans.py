@@ -64,7 +64,7 @@ class ForwardPlan:
                 *(M, x.stride(0) if first == 0 else part[0], row_blocks, programs),
                 *tiled,
                 (_scheme(x),) * (end - first),
-                *(names[0], layers[end - 1], pre[first], pre[end - 1], _math(x.dtype)),
+                *(names[0], layers[end - 1], pre[first], pre[end - 1], math_of(x.dtype)),
                 *(chosen.chunk, chosen.block_m),
                 *(min(chosen.resident, len(tiled[5])), chosen.ahead),
                 x.device.type == "cpu",
@@ -142,7 +142,7 @@ class BackwardPlan:
                     *(M, row_blocks, programs, end - first, max(stop - first, 0)),
                     *tiled[1:],
                     (_scheme(x),) * (end - first),
-                    *(names[0], layers[end - 1], _math(x.dtype)),
+                    *(names[0], layers[end - 1], math_of(x.dtype)),
                     *(chosen.chunk, chosen.block_m),
                     *(min(chosen.resident, len(tiled[5])), chosen.ahead),
                     x.device.type == "cpu",
@@ -232,7 +232,7 @@ class _WeightGrads:
         self._splits = max(1, -(-blocks // max(blocks_each, 1)))
         rest = (
             *(M, x.stride(0), blocks_each * block_m, self._total, len(tiles), tiles, activation),
-            *(_math(x.dtype), _scheme(x), block_m, x.device.type == "cpu"),
+            *(math_of(x.dtype), _scheme(x), block_m, x.device.type == "cpu"),
         )
         grid: tuple[int, ...] = (len(tiles), self._splits)
         self._product = _launch("_mlp_bwd_dw_kernel", grid, rest, x.device, chosen)
@@ -327,7 +327,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return (9, 0) if device.type == "cpu" else device_facts(device).capability
 
 
-def _math(dtype: torch.dtype) -> str:
+def math_of(dtype: torch.dtype) -> str:
     """How activations are evaluated for results of this dtype."""
     return "exact" if dtype is torch.float32 else "fast"
 
