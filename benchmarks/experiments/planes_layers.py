@@ -1,4 +1,4 @@
-"""Layers, gated MLPs and groups in float32 by planes, on a Hopper:
+"""Layers, gated MLPs and groups, ragged ones too, in float32 by planes, on a Hopper:
 ``python -m benchmarks.experiments.planes_layers --out FILE``.
 
 One run times PyTorch's own operations, the launches that split, and calls that split x beforehand
@@ -23,6 +23,8 @@ from benchmarks.experiments.configurations.kind import turns
 from fastlinear.calibration.measure import device_us
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.dispatch.backend import family
+from fastlinear.families.grouped.ragged import planes, products
+from fastlinear.families.grouped.ragged.triton import backend as triton
 from fastlinear.families.linear.cuda import planes_backend, planes_product
 from fastlinear.families.linear.cuda.planes_split import Source, split
 from fastlinear.fastpath import lookup
@@ -57,9 +59,19 @@ GROUPS: tuple[tuple[int, int, int, int], ...] = (
     (500, 5, 300, 700),
 )
 """Tokens, groups, features before and after."""
+RAGGED: tuple[tuple[int, int, int, int], ...] = (
+    (24576, 64, 2048, 1408),
+    (8192, 8, 1024, 4096),
+    (4096, 8, 512, 512),
+    (16384, 32, 256, 256),
+    (1024, 64, 512, 1024),
+    (65536, 16, 128, 64),
+)
+"""Rows of all groups, which have half to one and a half times the mean; then as ``GROUPS``."""
 GROUP_BACKENDS = ("eager", "baddbmm", "triton", "planes")
 GATE_BACKENDS = ("eager", "elementwise", "planes")
-KINDS = ("layer", "gated", "groups")
+DEPTHS = (8, 16, 32, 40, 64, 96, 128, 160, 256, 512, 1024, 4096)
+KINDS = ("layer", "gated", "groups", "ragged", "errors")
 _ALL = (True, True, True)
 Row = dict[str, Any]
 Time = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], float | None]
@@ -152,6 +164,79 @@ def groups(size: tuple[int, int, int, int], place: torch.device, time: Time) -> 
     return {"case": "groups", "M": m, "G": count, "K": k, "N": n, "us": us}
 
 
+def ragged(size: tuple[int, int, int, int], place: torch.device, time: Time) -> Row:
+    """Groups of unequal sizes with gelu and biases by each backend; PyTorch's a group at a time, by
+    sizes that the host knows."""
+    m, count, k, n = size
+    shares = torch.rand(count, generator=torch.Generator().manual_seed(0)) + 0.5
+    sizes = (shares / shares.sum() * m).long()
+    sizes[-1] += m - int(sizes.sum())
+    given = sizes.to(place)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=place)
+
+    sets = [
+        (normal(m, k), normal(count, n, k) * k**-0.5, normal(count, n), normal(m, n), normal(m, n))
+        for _ in range(turns(m * (k + 2 * n) + count * n * k, torch.float32))
+    ]
+    ways: dict[str, tuple[Any, Any, Any]] = {
+        "eager": (products.forward, products.gradients, sizes.tolist()),
+        "triton": (triton.forward, triton.backward, given),
+        "planes": (planes.forward, planes.backward, given),
+    }
+    us: dict[str, float | None] = {}
+    for name, (forward, backward, of) in ways.items():
+        for kept in (False, True):
+
+            def run(x: Tensor, w: Tensor, b: Tensor, *_: Tensor) -> Any:
+                return forward(x, w, of, b, "gelu", kept)  # noqa: B023
+
+            us[f"{name} forward{' kept' * kept}"] = time(run, sets)
+
+        def back(x: Tensor, w: Tensor, _: Tensor, dy: Tensor, pre: Tensor) -> Any:
+            return backward(dy, pre, x, w, of, "gelu", _ALL)  # noqa: B023
+
+        us[f"{name} backward"] = time(back, sets)
+    return {"case": "ragged", "M": m, "G": count, "K": k, "N": n, "us": us}
+
+
+def data(m: int, k: int, n: int, place: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """x (M, K) and a weight (N, K), by what they are drawn from."""
+
+    def normal(rows: int, spread: float = 1.0) -> Tensor:
+        return torch.randn(rows, k, device=place) * spread
+
+    x, w = normal(m), normal(n)
+    yield "Gaussian", x, w
+    yield "uniform", torch.rand_like(x), 2 * torch.rand_like(w) - 1
+    yield "heavy tails", x / (normal(m).square() + normal(m).square()).sqrt(), w
+    yield "after relu", x.relu(), w
+    yield "all positive", x.relu(), w.abs()
+    spread = torch.randn(n, 1, device=place).mul(0.5).exp() * 0.02
+    yield "as if trained", torch.nn.functional.gelu(1.5 * x), w * spread
+
+
+def errors(k: int, place: torch.device, m: int = 4096, n: int = 512) -> Iterator[Row]:
+    """Of products, relative in the 2-norm: PyTorch's, and ours by each way."""
+    for name, x, w in data(m, k, n, place):
+        oracle = x.double() @ w.double().t()
+        found = {"eager": x @ w.t()}
+        for way, reads, standard in (
+            ("split", False, False),
+            ("read", True, False),
+            ("standards", False, True),
+        ):
+            like = Source(x, by_rows=True, standards=(standard, standard))
+            (b,) = split((like._replace(numbers=w),))
+            a = Source(x) if reads else split((like,))[0]
+            found[way] = planes_product.product(a, b)[0]
+        error = {
+            way: float((y.double() - oracle).norm() / oracle.norm()) for way, y in found.items()
+        }
+        yield {"case": "errors", "M": m, "K": k, "N": n, "data": name, "error": error}
+
+
 def rows(place: torch.device, time: Time, kinds: Sequence[str] = KINDS) -> Iterator[Row]:
     """All cases of these kinds."""
     for size in LAYERS if "layer" in kinds else ():
@@ -162,6 +247,11 @@ def rows(place: torch.device, time: Time, kinds: Sequence[str] = KINDS) -> Itera
     for of_groups in GROUPS if "groups" in kinds else ():
         with torch.no_grad():
             yield groups(of_groups, place, time)
+    for unequal in RAGGED if "ragged" in kinds else ():
+        with torch.no_grad():
+            yield ragged(unequal, place, time)
+    for k in DEPTHS if "errors" in kinds else ():
+        yield from errors(k, place)
 
 
 def main() -> None:
@@ -182,7 +272,8 @@ def main() -> None:
     torch.manual_seed(0)
     with given.out.open("w") as file:
         for row in rows(place, lambda run, sets: device_us(run, sets, place), given.kind):
-            print(row["case"], *(row[s] for s in "MGKNH" if s in row), row["us"], flush=True)
+            found = row.get("us") or (row["data"], row["error"])
+            print(row["case"], *(row[s] for s in "MGKNH" if s in row), found, flush=True)
             file.write(json.dumps(row) + "\n")
             file.flush()
 

@@ -14,6 +14,7 @@ import torch
 from benchmarks.experiments import planes_layers
 from fastlinear.families.linear.cuda import planes_backend
 from fastlinear.families.linear.cuda.planes_split import Source
+from tests.families.planes_places import placed
 
 
 def test_every_case_is_timed_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,18 +28,28 @@ def test_every_case_is_timed_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
         late.append(planes_backend.is_read(Source(numbers), 8))
         return 1.0
 
-    timed = list(planes_layers.rows(place, time))
+    timed = list(planes_layers.rows(place, time, planes_layers.KINDS[:-1]))
     layers = [row for row in timed if row["case"] == "layer"]
     assert [(r["M"], r["K"], r["N"]) for r in layers] == list(planes_layers.LAYERS)
-    every = planes_layers.LAYERS, planes_layers.GATES, planes_layers.GROUPS
+    of_groups = *planes_layers.GROUPS, *planes_layers.RAGGED
+    every = planes_layers.LAYERS, planes_layers.GATES, of_groups
     assert len(timed) == sum(map(len, every))
-    for row in timed[-len(planes_layers.GROUPS) :]:
+    for row in timed[-len(of_groups) :]:
         assert {"eager forward", "planes forward kept", "planes backward"} <= {*row["us"]}
     ways = "forward", "forward kept", "dx"
     for row in layers:
         assert {f"{name} {way}" for name in ("split", "read") for way in ways} <= {*row["us"]}
         assert {"eager", "eager backward", "backward"} <= {*row["us"]}
     assert late[3:9] == [False] * 3 + [True] * 3
+
+
+def test_errors_are_of_every_way_and_all_data() -> None:
+    with placed("cpu"), torch.no_grad():
+        found = list(planes_layers.errors(8, torch.device("cpu"), 64, 64))
+    assert len({row["data"] for row in found}) == 6
+    for row in found:
+        assert {*row["error"]} == {"eager", "split", "read", "standards"}
+        assert all(0 < error < 2e-7 for error in row["error"].values())
 
 
 def test_it_says_what_it_needs(tmp_path: Path) -> None:

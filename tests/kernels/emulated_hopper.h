@@ -353,6 +353,12 @@ struct Decoded {
 };
 static Decoded every_decoded[64];
 
+// Towards zero, as tensor cores add.
+inline float truncated(double x) {
+  const float near = static_cast<float>(x);
+  return fabs(static_cast<double>(near)) > fabs(x) ? nextafterf(near, 0.0f) : near;
+}
+
 template <int kCount>
 inline void wgmma(float (&acc)[kCount], u64 a, u64 b) {
   const int lane = current % 32, warp = current / 32 % 4;
@@ -369,7 +375,9 @@ inline void wgmma(float (&acc)[kCount], u64 a, u64 b) {
       for (int e = 0; e < 2; ++e) {
         const float* const column = decoded.values[8 * j + lane % 4 * 2 + e];
         float& sum = acc[4 * j + 2 * h + e];
-        for (int k = 0; k < 16; ++k) sum += row[k] * column[k];
+        double exact = sum;
+        for (int k = 0; k < 16; ++k) exact += static_cast<double>(row[k]) * column[k];
+        sum = truncated(exact);
       }
     }
   }

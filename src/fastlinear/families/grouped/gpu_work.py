@@ -50,7 +50,8 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if backend == "padded":
         made = _padded(p)
     elif backend == "planes":
-        made = _planes(p)
+        pieces = PIECES if p.piece == STEP else (p.piece,)
+        made = tuple(w for piece in pieces for w in _planes(p, piece))
     else:
         made = _one_by_one(p) if sliced else _device(p, backend)
     if p.piece == STEP and backend != "eager":
@@ -80,12 +81,15 @@ def _padded(p: Problem) -> tuple[Work, ...]:
     return (*_device(inner, "triton"), call(f"{kind} copy", x + w + dx + dw + 2 * turned), copies)
 
 
-def _planes(p: Problem) -> tuple[Work, ...]:
+def _planes(p: Problem, piece: str) -> tuple[Work, ...]:
     """All groups' operands split, as those of one layer are, and their products."""
     groups, m, k, n = (max(1, p.dim(name)) for name in ("G", "M", "K", "N"))
     kept = p.needs_grad and p.option("activation") != "none"
-    name, own = f"{linear.NAME} planes", f"{NAME} planes {p.piece}"
-    weight_turned = p.option("w") != "dense"
+    name, own = f"{linear.NAME} planes", f"{p.family} planes {piece}"
+    ragged = p.family != NAME
+    weight_turned = not ragged and p.option("w") != "dense"
+    if ragged:  # groups without rows have weights
+        m = ceil(m / min(groups, m))
 
     def split(rows: int, width: int, turned: bool) -> Work:
         """Of a matrix a group; ``turned``: its planes are by columns."""
@@ -96,12 +100,13 @@ def _planes(p: Problem) -> tuple[Work, ...]:
 
     weight = (k, n) if weight_turned else (n, k)  # as its rows lie
     product = partial(linear.product_of_planes, p, groups=groups)
-    if p.piece == "forward":
+    whole = partial(product, whole=ragged)
+    if piece == "forward":
         splits = split(m, k, False), split(*weight, weight_turned)
-        products = product(m, k, n)
+        products = whole(m, k, n)
         written = bytes_us(p, groups * m * n * kept)
         more = (Work(f"{own} kept", written, {"numbers": groups * m * n}),) if kept else ()
-        return call(own, 2), *splits, *products, *more
+        return call(own, 2 + ragged), *splits, *products, *more
     read = 1 if p.option("activation") == "none" else 2
     made = groups * planes.up(m, planes.SEGMENT) * n
     both = bytes_us(p, read * groups * m * n + 2 * made)
@@ -111,8 +116,8 @@ def _planes(p: Problem) -> tuple[Work, ...]:
         (p.option("activation"),),
     )
     splits = split(*weight, not weight_turned), split(m, k, True)
-    launches = 3 + (p.option("bias") == "yes")
-    return call(own, launches), dpre, *splits, *product(m, n, k), *product(n, m, k)
+    launches = 3 + ragged + (p.option("bias") == "yes")
+    return call(own, launches), dpre, *splits, *whole(m, n, k), *product(n, m, k)
 
 
 def _alone(p: Problem, backend: str) -> bool:

@@ -244,10 +244,11 @@ def product_of_planes(
     reads: bool = False,
     standards: bool = False,
     groups: int = 1,
+    whole: bool = False,
 ) -> tuple[Work, ...]:
     """The product (m, n) over k of operands that are split, or of which the first is read; what
-    standards cost is of it, but for their launch."""
-    config = planes.config_for(m, n, k, units(), reads, standards, groups)
+    standards cost is of it, but for their launch. ``whole``: K is not in slices."""
+    config = planes.config_for(m, n, k, units(), reads, standards, groups, whole)
     us = config.microseconds(m, n, k, units(), groups) - planes.START_US
     if standards:
         us += planes.standards_us(m, n, k)

@@ -19,11 +19,12 @@ from fastlinear.dispatch.backend import (
 )
 from fastlinear.dispatch.drawn import Draw, linear_clear_of_kinks
 from fastlinear.families.grouped import one_step
+from fastlinear.families.grouped.ragged import planes
 from fastlinear.families.grouped.ragged.cpu import cpp
 from fastlinear.families.grouped.ragged.problem import NAME, SPACE, problem
 from fastlinear.families.grouped.triton import config
 from fastlinear.families.linear import batch_invariant as layers
-from fastlinear.kernels import CPP_SOURCES, TRITON_SOURCES
+from fastlinear.kernels import CPP_SOURCES, CUDA_SOURCES, TRITON_SOURCES
 
 __all__ = ["FAMILY", "NAME", "problem"]
 
@@ -37,8 +38,10 @@ _CPP_SOURCES = (
     *("families/grouped/ragged/formula.py", "families/grouped/ragged/cpu"),
     *("families/grouped/cpu", *CPP_SOURCES),
 )
-
-
+_PLANES_SOURCES = (
+    *("families/grouped/ragged/formula.py", "families/grouped/ragged/planes.py"),
+    *("families/linear/cuda", *CUDA_SOURCES),
+)
 _LINEAR_SOURCES = ("families/linear/batch_invariant.py", "families/linear/cpu", *CPP_SOURCES)
 
 
@@ -89,6 +92,7 @@ FAMILY = register_family(
         backends=(
             ("eager", _reason_not_eager, ("families/grouped/ragged/products.py",)),
             ("triton", _reason_not_triton, _TRITON_SOURCES),
+            ("planes", planes.reason_not, _PLANES_SOURCES),
             ("cpp", cpp.reason_not, _CPP_SOURCES),
             (BATCH_INVARIANT, _reason_not_invariant, (*_TRITON_SOURCES, *_LINEAR_SOURCES)),
         ),

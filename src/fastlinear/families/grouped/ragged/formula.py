@@ -14,7 +14,7 @@ from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core import calls
 from fastlinear.core.errors import InputError
 from fastlinear.core.settings import BATCH_INVARIANT
-from fastlinear.families.grouped.ragged import products
+from fastlinear.families.grouped.ragged import planes, products
 from fastlinear.families.grouped.ragged.validation import counted
 from fastlinear.fastpath import autograd_node
 from fastlinear.op import differentiable
@@ -32,7 +32,7 @@ class Formula:
 
     Attributes:
         activation: its name.
-        backend: ``"cpp"``, ``"triton"`` or ``"batch_invariant"``.
+        backend: ``"cpp"``, ``"triton"``, ``"planes"`` or ``"batch_invariant"``.
     """
 
     node: ClassVar[str] = "RaggedLinearBackward"
@@ -52,7 +52,7 @@ class Formula:
     @property
     def keeps_sizes(self) -> bool:
         """Whether the backward reads a copy of the sizes, not the caller's tensor."""
-        return self.backend != "triton"
+        return self.backend not in ("triton", "planes")
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -131,6 +131,8 @@ class Formula:
             from fastlinear.families.grouped.ragged import batch_invariant
 
             return batch_invariant.forward, batch_invariant.backward
+        if self.backend == "planes":
+            return planes.forward, planes.backward
         from fastlinear.families.grouped.ragged.triton import backend as triton
 
         return triton.forward, triton.backward

@@ -98,8 +98,8 @@ def _by(backend: str, x: Tensor, weight: Tensor, more: More, activation: str) ->
 
 
 eager_forward, triton_forward, cpp_forward = _reference, partial(_by, "triton"), partial(_by, "cpp")
-batch_invariant_forward = partial(_by, BATCH_INVARIANT)
-eager_step, triton_step, cpp_step, batch_invariant_step = (
+planes_forward, batch_invariant_forward = partial(_by, "planes"), partial(_by, BATCH_INVARIANT)
+eager_step, triton_step, cpp_step, planes_step, batch_invariant_step = (
     partial(trained, by)
-    for by in (eager_forward, triton_forward, cpp_forward, batch_invariant_forward)
+    for by in (eager_forward, triton_forward, cpp_forward, planes_forward, batch_invariant_forward)
 )

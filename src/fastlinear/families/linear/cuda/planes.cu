@@ -15,9 +15,10 @@
 // Where all lines of a tile keep their standards (STANDARDS; planes.h), no scale is looked at before its
 // end. Products with low planes, 2^11 below the others, are added up by the tensor cores all along.
 //
-// Tensor cores truncate while they add, so sums over BK numbers are promoted: scaled and added up in
-// registers, in float32. A block is a producer warpgroup and two consumers, of which each has half a
-// tile's rows. They issue products by turns, so that one promotes while the other multiplies.
+// Tensor cores truncate while they add, so sums over BK numbers are promoted: scaled, with what is cut off
+// in the mean, and added up in registers, in float32. A block is a producer warpgroup and two consumers, of
+// which each has half a tile's rows. They issue products by turns, so that one promotes while the other
+// multiplies.
 //
 // Where a row or column has no planes over BK numbers (its scale is below 0), a warp multiplies and adds
 // these numbers themselves.
@@ -30,11 +31,12 @@
 //
 // hopper_words.h, activations/cuda.h, hopper_async.h, planes.h and the parts of this file, planes_params.h
 // to planes_results.h, come before it. Macros from the host: BM (128) BN STAGES GROUP_M A_MN B_MN READS
-// GROUPED STANDARDS SAVE HAS_BIAS ADDED A_DERIVED B_DERIVED ACT, IS_BF16 0, and the functions wgmma and
+// GROUPED RAGGED STANDARDS SAVE HAS_BIAS ADDED A_DERIVED B_DERIVED ACT, IS_BF16 0, and the functions wgmma and
 // wgmma_first for accumulators of BN / 2.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
 //   READS 1: A comes as numbers; its rows lie along K, and it is not derived.
 //   GROUPED 1: of several groups; without standards, A is not read, nothing is added.
+//   RAGGED: sizes of groups are in a table: of rows of A and of Y (1), which are not in slices; of K (2).
 //   STANDARDS 1: lines of both have standards; A is not read.
 //   SAVE 1: `pre` is written beside Y.
 //   ADDED 1: C is added to what Y holds; without bias and activation.
@@ -58,12 +60,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) planes_product(const __
   wait_for_previous();
   let_next_start();
 
-  const int tiles = p.tiles_m * p.tiles_n * p.slices * (GROUPED ? p.groups : 1);
+  const int tiles_m = tiles_along_m(p);
+  const int tiles = tiles_m * p.tiles_n * p.slices * (GROUPED && !RAGGED_M ? p.groups : 1);
   const int first = blockIdx.x, step = gridDim.x;
   if (warpgroup == 0) {
     fewer_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) fill_planes(p, base, first, step, tiles);
-    if (threadIdx.x / 32 == 1) fill_scales(p, base, first, step, tiles);
+    if (threadIdx.x == 0) fill_planes(p, base, first, step, tiles, tiles_m);
+    if (threadIdx.x / 32 == 1) fill_scales(p, base, first, step, tiles, tiles_m);
   } else if (READS && warpgroup > 2) {
     fewer_registers<SPLIT_REGISTERS>();
     split_tiles(p, base, warpgroup - 3, first, step, tiles);
@@ -71,15 +74,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) planes_product(const __
     more_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1, warp = threadIdx.x % 128 / 32;
     if (consumer == 1) bar_arrive(1, 256);  // consumer 0 starts
-    Pipe pipe{base, consumer, warp, 0, 0, 0};
+    Pipe pipe{base, consumer, warp, 0, 0, 0, 0};
     for (int t = first; t < tiles; t += step) {
-      const Tile tile = tile_at(p, t);
-      const int row = tile.m * BM + consumer * (BM / 2) + warp * 16;
-      const Results results{p, row, tile.n * BN, tile.slice, tile.group};
+      const Tile tile = tile_at(p, t, tiles_m);
+      const int row = (RAGGED_M ? 0 : tile.m * BM) + consumer * (BM / 2) + warp * 16;
+      const Results results{p, row, tile.n * BN, tile.slice, tile};
+      pipe.long_tiles = static_cast<u32>(tile.depth + BK / 2 - 1) / BK;
       float sum[BN / 2] = {};
       u32 told = LAST;
       if (pipe.on_standards()) pipe.standard_tile(sum);
-      else told = 0;
+      else told = RAGGED && results.is_empty() ? LAST : 0;
 #pragma unroll 1
       while (!(told & LAST)) {
         Scales s;
@@ -88,7 +92,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) planes_product(const __
         if (found) results.add_plain(sum, pipe.scales(), told >> K_TILE, s.plain);
         pipe.next();
       }
-      results.finish(sum);
+      if (RAGGED_M && tile.group < 0) results.clear();
+      else results.finish(sum);
     }
   }
 }

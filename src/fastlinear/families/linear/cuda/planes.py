@@ -22,8 +22,8 @@ from fastlinear.kernels.cuda.hopper import ASYNC, BK, SHARED_LIMIT, WORDS, wgmma
 
 KERNEL, SUMS_KERNEL = "planes_product", "planes_sums"
 SPLIT_KERNEL, BIAS_KERNEL = "planes_split", "planes_bias"
-STANDARDS_KERNEL = "planes_standards"
-SPLIT_THREADS = 256
+STANDARDS_KERNEL, GROUPS_KERNEL = "planes_standards", "planes_groups"
+SPLIT_THREADS = GROUPS_THREADS = 256
 CAPABILITY = (9, 0)
 SEGMENT = 64
 PITCH = 8
@@ -33,7 +33,7 @@ AT_ONCE = 1 << 27
 _LINES = 128  # of a part a multiple
 _MOST_SLICES = 64
 _MOST = 1 << 30  # of each size: coordinates of tiles are 32-bit
-_MOST_NUMBERS = 1 << 29
+MOST_NUMBERS = 1 << 29  # of each operand: planes are copies
 _HERE = Path(__file__).parent
 _PARTS = tuple(f"planes_{part}.h" for part in ("params", "loads", "steps", "read", "results"))
 
@@ -59,9 +59,9 @@ def why_not_of(m: int, k: int, n: int, groups: int = 1) -> str | None:
         return "sizes must stay below 2^30"
     each = ((m, k), (k, m), (n, k), (k, n), (m, n), (n, m))
     if groups > 1:
-        if max(groups * up(rows, SEGMENT) * pitch(row) for rows, row in each) > AT_ONCE:
-            return "planes of all groups may have 2^27 elements, 64 rows at a time"
-    elif max(rows * pitch(row) for rows, row in each) > _MOST_NUMBERS:
+        if max(groups * up(rows, SEGMENT) * pitch(row) for rows, row in each) > MOST_NUMBERS:
+            return "planes of all groups may have 2^29 elements, 64 rows at a time"
+    elif max(rows * pitch(row) for rows, row in each) > MOST_NUMBERS:
         return "x, weight and y may have 2^29 elements each, rows of eight: planes are copies"
     return None
 
@@ -96,6 +96,15 @@ class Derivation(IntEnum):
     """x act(pre)."""
     GATE_GRADIENT = 3
     """dh up act'(pre)."""
+
+
+class Raggedness(IntEnum):
+    """What the sizes of groups, which only the device knows, are of in a product."""
+
+    NONE = 0
+    ROWS = 1
+    """Rows of the first operand and of the result."""
+    K = 2
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,7 @@ def source(
     save_pre: bool = False,
     added: bool = False,
     grouped: bool = False,
+    ragged: Raggedness = Raggedness.NONE,
     turned: tuple[bool, bool] = (False, False),
     derivations: tuple[Derivation, Derivation] = (Derivation.NONE, Derivation.NONE),
 ) -> str:
@@ -177,6 +187,7 @@ def source(
         "GROUP_M": config.group_m,
         "READS": int(config.reads),
         "GROUPED": int(grouped),
+        "RAGGED": int(ragged),
         "STANDARDS": int(config.standards),
         "A_MN": int(turned[0]),
         "B_MN": int(turned[1]),
@@ -192,10 +203,17 @@ def source(
 
 
 @cache
-def split_source(activation: str = "none", grouped: bool = False) -> str:
+def split_source(activation: str = "none", grouped: bool = False, ragged: bool = False) -> str:
     """The complete CUDA C++ source of ``planes_split.cu``, with the activation of what is
     derived."""
-    return _text({"GROUPED": int(grouped), **_macros(activation)}, "", "planes_split.cu")
+    macros = {"GROUPED": int(grouped), "RAGGED": int(ragged), **_macros(activation)}
+    return _text(macros, "", "planes_split.cu")
+
+
+@cache
+def groups_source() -> str:
+    """The complete CUDA C++ source of ``planes_groups.cu``."""
+    return _text(_macros("none"), "", "planes_groups.cu")
 
 
 def _macros(activation: str) -> dict[str, str | int]:
@@ -264,10 +282,21 @@ def config_for(
     reads: bool = False,
     standards: bool = False,
     groups: int = 1,
+    whole: bool = False,
 ) -> Config:
-    """The configuration that is predicted to take the least time."""
-    found = candidates(m, n, k, reads, standards)
+    """The configuration that is predicted to take the least time; ``whole``: without slices."""
+    found = (c for c in candidates(m, n, k, reads, standards) if c.slices == 1 or not whole)
     return min(found, key=lambda c: c.microseconds(m, n, k, units, groups))
+
+
+def ragged_config(
+    m: int, n: int, k: int, units: int, groups: int, raggedness: Raggedness
+) -> Config:
+    """That of groups of the mean size, of ragged rows m or ragged K, where they are that."""
+    each = max(1, min(groups, m if raggedness is Raggedness.ROWS else k))
+    if raggedness is Raggedness.ROWS:
+        return config_for(ceil(m / each), n, k, units, groups=each, whole=True)
+    return config_for(m, n, ceil(k / each), units, groups=groups)
 
 
 @cache

@@ -81,13 +81,15 @@ __device__ __forceinline__ bool on_standards(const Params& p, Tile tile, int beg
 // what consumers are told).
 template <bool kWarp, class Load>
 __device__ __forceinline__ void fill(const Params& p, u32 base, int first, int step, int tiles,
-                                     const Load& load) {
+                                     int tiles_m, const Load& load) {
   constexpr u32 kA = 3 << A_BLOCKS, kB = ALL_BLOCKS & ~kA, kLevels = A_LEVEL | B_LEVEL;
   int stage = 0;
   u32 odd = 0;
   for (int t = first; t < tiles; t += step) {
-    const Tile tile = tile_at(p, t);
-    const int begin = tile.slice * p.slice_tiles, end = begin + k_tiles_of(p, tile.slice);
+    const Tile tile = tile_at(p, t, tiles_m);
+    int begin, end;
+    tile.steps(p, begin, end);
+    if (RAGGED && begin == end) continue;
     const u32 kind = STANDARDS && kWarp && on_standards(p, tile, begin, end) ? ON_STANDARDS : 0;
     Small next;
     next.read(p, tile, begin);
@@ -116,7 +118,7 @@ __device__ __forceinline__ void fill(const Params& p, u32 base, int first, int s
   }
 }
 
-__device__ __forceinline__ void fill_planes(const Params& p, u32 base, int first, int step, int tiles) {
+__device__ __forceinline__ void fill_planes(const Params& p, u32 base, int first, int step, int tiles, int tiles_m) {
   const auto load = [&](int stage, u32, u32 full, Tile tile, int kt, u32 told) {
     const u32 to = base + stage * STAGE_BYTES;
     const TensorMap* const a = p.a + (told & A_LEVEL ? 2 : 0);
@@ -131,11 +133,11 @@ __device__ __forceinline__ void fill_planes(const Params& p, u32 base, int first
     for (int half = 0; half < 2 * READS; ++half)
       tma_load<1>(to + half * A_BYTES, p.a, full, kt * BK + half * (BK / 2), tile.m * BM);
   };
-  fill<false>(p, base, first, step, tiles, load);
+  fill<false>(p, base, first, step, tiles, tiles_m, load);
 }
 
 // Those of lines that exist. By a warp.
-__device__ __forceinline__ void fill_scales(const Params& p, u32 base, int first, int step, int tiles) {
+__device__ __forceinline__ void fill_scales(const Params& p, u32 base, int first, int step, int tiles, int tiles_m) {
   const auto load = [&](int stage, u32 odd, u32 full, Tile tile, int kt, u32 told) {
     if (lane_id()) return;
     const u32 to = scales_at(base, stage, odd);
@@ -149,5 +151,5 @@ __device__ __forceinline__ void fill_scales(const Params& p, u32 base, int first
     bulk_load(to + 4 * BM, p.b_scales + static_cast<long long>(tile.b_tile(p, kt)) * p.b_lines + column,
               full, 4 * columns);
   };
-  fill<true>(p, base, first, step, tiles, load);
+  fill<true>(p, base, first, step, tiles, tiles_m, load);
 }

@@ -14,13 +14,23 @@ from fastlinear.families.linear.cuda.planes import (
     SUMS_KERNEL,
     Config,
     Derivation,
+    Raggedness,
     config_for,
+    ragged_config,
     slice_tiles,
     source,
     split_late,
     standards_pay,
 )
-from fastlinear.families.linear.cuda.planes_split import MADE, READ, TENSORS, Planes, Source
+from fastlinear.families.linear.cuda.planes_split import (
+    MADE,
+    RAGGED_BYTES,
+    READ,
+    TENSORS,
+    Planes,
+    Ragged,
+    Source,
+)
 from fastlinear.kernels.cuda import compiled
 from fastlinear.kernels.cuda.hopper import BK
 from fastlinear.kernels.cuda.prepared import MAP_BYTES, Block, Plans, Prepared, prepared
@@ -29,7 +39,7 @@ from fastlinear.native import cuda_driver as driver
 _REMEDY = "Leave the configuration to the model."
 _MAPS = 8 * MAP_BYTES
 _STRIDES = _MAPS + 14 * 8
-_PRODUCT_BYTES = _STRIDES + (6 * READ + 1) * 8 + 15 * 4
+_PRODUCT_BYTES = _STRIDES + (6 * READ + 1) * 8 + RAGGED_BYTES + 15 * 4
 _SUMS_THREADS = 256
 
 plans: Plans[_ProductPlan] = Plans()
@@ -39,7 +49,8 @@ Strides = tuple[int, int]
 
 
 class _ProductPlan:
-    """Launches of ``planes.cu``. Tensors: those of a and of b; bias, y, pre, parts."""
+    """Launches of ``planes.cu``. Tensors: those of a and of b; bias, y, pre, parts, the groups'
+    table."""
 
     def __init__(
         self, a: Operand, b: Planes, y: Strides, text: str, config: Config, device: int
@@ -50,7 +61,11 @@ class _ProductPlan:
         block = self._block(a, b, config, device)
         kernel = compiled.kernel(text, KERNEL, config.shared_bytes, device)
         launch = driver.Launch(kernel, config.threads, 1, [block.argument])  # type: ignore[list-item]
-        tiles = groups * -(-m // 128) * -(-n // config.bn) * config.slices
+        table, way = raggedness(a, b)
+        tiles_m = -(-m // 128) * groups
+        if table is not None and way is Raggedness.ROWS:
+            tiles_m = table.most_tiles
+        tiles = tiles_m * -(-n // config.bn) * config.slices
         launch.set_grid(min(tiles, launch.max_clusters()))
         launch.begin_early()
         self._runs = [Prepared(launch, device, block.places, block.masks)]
@@ -84,12 +99,17 @@ class _ProductPlan:
                 block.numbers(_STRIDES + 32 * READ + 8 * (2 * j + i), "q", apart)
         for i in range(4):  # bias, y, pre, parts
             block.address(_MAPS + 80 + 8 * i, 2 * TENSORS + i)
+        at = _STRIDES + (6 * READ + 1) * 8
+        if (ragged := raggedness(a, b)[0]) is not None:
+            block.address(at, 2 * TENSORS + 4, 15)
+            block.numbers(at + 8, "3i", *ragged.facts)
         tiles_m, tiles_n = -(-m // 128), -(-n // config.bn)
         slices, each = config.slices, slice_tiles(k, config.slices)
         lines = [0 if isinstance(one, Source) else one.scales.shape[1] for one in (a, b)]
         groups, (groups_apart, row) = b.source.groups, self._y
         table = m, n, k, slices, each, tiles_m, tiles_n, *lines, groups, row, *_apart(a), *_apart(b)
-        block.numbers(_STRIDES + 6 * READ * 8, "q15i", groups_apart, *table)
+        block.numbers(at - 8, "q", groups_apart)
+        block.numbers(at + RAGGED_BYTES, "15i", *table)
         return block
 
     def run(self, *given: Tensor | None) -> None:
@@ -102,6 +122,14 @@ def sides(operand: Operand) -> tuple[int, int]:
     """Sizes along M (N) and along K, of a group."""
     rows, columns = _source(operand).sizes
     return (columns, rows) if operand.by_columns else (rows, columns)
+
+
+def raggedness(a: Operand, b: Planes) -> tuple[Ragged | None, Raggedness]:
+    """Groups whose sizes only the device knows, and what these are of in a product."""
+    first, second = _source(a).ragged, b.source.ragged
+    if first is None:
+        return None, Raggedness.NONE
+    return first, Raggedness.ROWS if second is None else Raggedness.K
 
 
 def _source(operand: Operand) -> Source:
@@ -160,7 +188,7 @@ def _along(t: Tensor, by_columns: bool) -> tuple[int, int]:
 def _facts(operand: Operand) -> tuple[object, ...]:
     source = _source(operand)
     read = [None if t is None else (t.shape, t.stride()) for t in source.read]
-    return (*read, operand.by_columns, source.derivation)
+    return (*read, operand.by_columns, source.derivation, source.ragged and source.ragged.facts)
 
 
 @cache
@@ -213,11 +241,14 @@ def product(
     reads = isinstance(a, Source)
     both = first.standards[a.by_columns] and second.standards[b.by_columns]
     standards = both and not reads
-    groups = second.groups if second.numbers.dim() == 3 else 0
-    assert first.numbers.dim() == second.numbers.dim(), "both are of groups"
+    groups = second.groups if second.of_groups else 0
+    assert first.of_groups == second.of_groups, "both are of groups"
     assert first.groups == second.groups, "both are of as many groups"
     assert not groups or not (standards or reads or added), "groups are split, without standards"
-    if config is None:
+    ragged, way = raggedness(a, b)
+    if config is None and ragged is not None:
+        config = ragged_config(m, n, k, _units(device), groups, way)
+    elif config is None:
         config = config_for(m, n, k, _units(device), reads, standards, groups or 1)
     assert config.reads == reads, "the configuration is for other operands"
     assert standards or not config.standards, "lines have no standards"
@@ -225,7 +256,9 @@ def product(
         raise UnsupportedError("linear_act (planes backend)", "a configuration", why, _REMEDY)
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
-    shape = (groups, m, n) if groups else (m, n)
+    rows_ragged = way is Raggedness.ROWS
+    assert config.slices == 1 or not rows_ragged, "ragged rows are not in slices"
+    shape = (groups, m, n) if groups and not rows_ragged else (m, n)
     y, pre = into or empty(first.numbers, shape, save_pre)
     assert all(t is None or (t.shape == shape and _rows_lie(t)) for t in (y, pre))
     assert pre is None or pre.stride() == y.stride()
@@ -234,7 +267,7 @@ def product(
     if derived:  # of one activation, and the product of none
         (activation,) = derived
     how = bias is None, activation, save_pre, added, config
-    of_y = (y.stride(0), y.stride(1)) if groups else (0, n)
+    of_y = (y.stride(0), y.stride(1)) if len(shape) == 3 else (0, n)
     key = (_facts(a), _facts(b), of_y, *how, device)
 
     def plan() -> _ProductPlan:
@@ -244,11 +277,13 @@ def product(
             save_pre=save_pre,
             added=added,
             grouped=groups > 0,
+            ragged=way,
             turned=(a.by_columns, b.by_columns),
             derivations=(first.derivation, second.derivation),
         )
         with compiled.current(device):
             return _ProductPlan(a, b, of_y, text, config, device)
 
-    plans.of(key, plan).run(*_tensors(a), *b.tensors, bias, y, pre, parts)
+    table = None if ragged is None else ragged.table
+    plans.of(key, plan).run(*_tensors(a), *b.tensors, bias, y, pre, parts, table)
     return y, pre

@@ -7,7 +7,18 @@ __device__ __forceinline__ bool aligned(const float* at) {
 // A warp's 16 rows of a tile, from `row` on.
 struct Results {
   const Params& p;
-  int row, column, slice, group;
+  int row, column, slice;
+  const Tile& tile;
+
+  // Of the group; where rows of A are ragged, from the tile's first on.
+  __device__ __forceinline__ int rows() const { return RAGGED_M ? tile.lines.rows : p.M; }
+  __device__ __forceinline__ int group() const { return tile.group; }
+
+  __device__ __forceinline__ bool is_empty() const {
+    int begin, end;
+    tile.steps(p, begin, end);
+    return begin == end;
+  }
 
   // A number of A or B, of a line along K.
   template <int kOperand>
@@ -15,7 +26,9 @@ struct Results {
     constexpr int kDerived = kOperand ? B_DERIVED : A_DERIVED;
     const auto read = [&](int i) {
       const long long* const s = p.strides[i][kOperand];
-      const long long apart = GROUPED ? group * p.groups_apart[i][kOperand] : 0;
+      long long apart = GROUPED ? group() * p.groups_apart[i][kOperand] : 0;
+      if (RAGGED_M && kOperand == 0) apart = tile.lines.first * s[0];
+      if (RAGGED_K) apart = tile.first * s[1];
       return p.plain[i][kOperand][apart + line * s[0] + k * s[1]];
     };
     const float x = read(0), saved = kDerived == DERIVED_NONE ? 0.0f : read(1);
@@ -31,7 +44,7 @@ struct Results {
     {
       const int r = row + (lane_id() >> 2), c = 2 * (lane_id() & 3);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) rows[h] = plain[h] && r + 8 * h < p.M;
+      for (int h = 0; h < 2; ++h) rows[h] = plain[h] && r + 8 * h < this->rows();
 #pragma unroll
       for (int i = 0; i < BN / 4; i += 2) {
         const float2 s = load_shared64(scales + 4 * (BM + c + 4 * i));
@@ -40,7 +53,7 @@ struct Results {
       }
     }
     if (!__any_sync(0xffffffffu, rows[0] || rows[1] || columns)) return;
-    const int end = min((k_tile + 1) * BK, p.K);
+    const int end = min((k_tile + 1) * BK, tile.depth);
 #pragma unroll 1
     for (int k = k_tile * BK; k < end; ++k) {
       const u32 lane = lane_id();
@@ -48,7 +61,7 @@ struct Results {
       float a[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        a[h] = number<0>(min(r + 8 * h, p.M - 1), k);
+        a[h] = number<0>(min(r + 8 * h, this->rows() - 1), k);
 #pragma unroll
       for (int i = 0; i < BN / 4; ++i) {
         const int n = min(c + 8 * (i >> 1) + (i & 1), p.N - 1), at = 4 * (i >> 1) + (i & 1);
@@ -71,12 +84,12 @@ struct Results {
     if (pairs) {
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 16; i += 2)
-        if (r + 4 * (i & 2) < p.M && n + 2 * (i & ~3) < p.N)
+        if (r + 4 * (i & 2) < rows() && n + 2 * (i & ~3) < p.N)
           *reinterpret_cast<float2*>(at[i >> 1 & 1] + 2 * (i & ~3)) = {v[i], v[i + 1]};
     } else {
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 16; ++i)
-        if (r + 4 * (i & 2) < p.M && n + 2 * (i & ~3) + (i & 1) < p.N)
+        if (r + 4 * (i & 2) < rows() && n + 2 * (i & ~3) + (i & 1) < p.N)
           at[i >> 1 & 1][2 * (i & ~3) + (i & 1)] = v[i];
     }
   }
@@ -90,7 +103,7 @@ struct Results {
 #pragma unroll
     for (int i = 4 * j; i < 4 * j + 16; i += 2) {
       const float* const here = at[i >> 1 & 1] + 2 * (i & ~3);
-      const int left = r + 4 * (i & 2) < p.M ? p.N - n - 2 * (i & ~3) : 0;
+      const int left = r + 4 * (i & 2) < rows() ? p.N - n - 2 * (i & ~3) : 0;
       if (pairs && left > 0) {
         const float2 old = *reinterpret_cast<const float2*>(here);
         v[i] += old.x, v[i + 1] += old.y;
@@ -101,10 +114,23 @@ struct Results {
     }
   }
 
+  // Where results of its rows begin, or of the group.
+  __device__ __forceinline__ long long first_result() const {
+    if (RAGGED_M) return static_cast<long long>(tile.lines.first) * p.y_row;
+    return GROUPED ? group() * p.y_groups_apart : 0;
+  }
+
+  // Rows of no group.
+  __device__ __forceinline__ void clear() const {
+    const float zeros[BN / 2] = {};
+#pragma unroll
+    for (int j = 0; j < BN / 8; j += 4) store(p.y + first_result(), zeros, j, false, p.y_row);
+  }
+
   __device__ __forceinline__ void finish(float (&sum)[BN / 2]) const {
     const bool last = p.slices == 1;
-    const long long part = GROUPED ? group * p.slices + slice : slice;
-    const long long own = GROUPED ? group * p.y_groups_apart : 0;  // where the group's results begin
+    const long long part = GROUPED ? group() * p.slices + slice : slice;
+    const long long own = first_result();
     float* const to = last ? p.y + own : p.parts + part * (static_cast<long long>(p.M) * p.N);
     float* const pre = SAVE ? p.pre + own : nullptr;
     const int apart = GROUPED && last ? p.y_row : p.N;
@@ -115,7 +141,7 @@ struct Results {
 #pragma unroll
       for (int i = 0; i < BN / 4; ++i) {
         const int n = first + 8 * (i >> 1) + (i & 1);
-        bias[i] = last && n < p.N ? p.bias[GROUPED ? group * p.N + n : n] : 0.0f;
+        bias[i] = last && n < p.N ? p.bias[GROUPED ? group() * p.N + n : n] : 0.0f;
       }
     }
 #pragma unroll

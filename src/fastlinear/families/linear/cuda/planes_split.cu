@@ -3,11 +3,12 @@
 // A block has 64 rows and 64 columns, 4 by 4 in each thread's registers. It splits them by rows, by
 // columns, or both ways. A matrix may be derived from others, with the activation ACT (planes.h). It may be
 // of several groups of rows, each of which begins with a block of its own: zeros lie between their planes.
+// Of groups whose sizes only the device knows, a table says which rows a block has (Ragged).
 // Standards of lines come before it, from planes_standards. Sums over rows, a bias' gradient, are those
 // of 64 rows here, of all in planes_bias.
 //
 // hopper_words.h, with IS_BF16 0, activations/cuda.h, hopper_async.h and planes.h come before this file.
-// GROUPED 1: of several groups; without standards.
+// GROUPED 1: of several groups; without standards. RAGGED 1: some matrices' sizes are in the table.
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, FOURS = SEGMENT / 4;
 
@@ -38,6 +39,7 @@ struct Matrix {
   int standards;         // whether lines have standards: by rows (1), by columns (2)
   int down;              // a group's blocks below each other
   int made;              // rows of planes: of several groups all that their blocks have
+  int ragged;            // whether the table says which rows a block has
 
   // Blocks of 64 lines that have standards.
   __device__ __forceinline__ int blocks_with_standards(bool by_columns) const {
@@ -53,10 +55,11 @@ struct Matrix {
 
   // Numbers c to c + 3 of four rows of one of the matrices, 0 behind its ends. All are under way before the
   // first is looked at: no branch lies between.
-  __device__ __forceinline__ void read(int which, int group, int row, int c, float4 (&v)[4]) const {
+  __device__ __forceinline__ void read(int which, Lines lines, int row, int c, float4 (&v)[4]) const {
     const long long stride = strides[which];
-    const long long apart = GROUPED ? group * groups_apart[which] : 0;
-    const float* const numbers = from[which] + apart + row * stride + c;
+    const long long apart = GROUPED ? lines.group * groups_apart[which] : 0;
+    const float* const numbers = from[which] + apart + (lines.first + row) * stride + c;
+    const int rows = lines.rows;
     if (wide && c + 4 <= columns && row + 4 <= rows) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) v[i] = *reinterpret_cast<const float4*>(numbers + i * stride);
@@ -72,17 +75,17 @@ struct Matrix {
   }
 
   // A thread's numbers.
-  __device__ __forceinline__ void read(int group, int row, int c, float4 (&v)[4]) const {
-    read(0, group, row, c, v);
+  __device__ __forceinline__ void read(Lines lines, int row, int c, float4 (&v)[4]) const {
+    read(0, lines, row, c, v);
     if (derivation == DERIVED_NONE) return;
     float4 more[4];
     if (derivation == DERIVED_GATE_GRADIENT) {
-      read(2, group, row, c, more);
+      read(2, lines, row, c, more);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         v[i] = {v[i].x * more[i].x, v[i].y * more[i].y, v[i].z * more[i].z, v[i].w * more[i].w};
     }
-    read(1, group, row, c, more);
+    read(1, lines, row, c, more);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       v[i] = {derived(derivation, v[i].x, more[i].x, 1.0f), derived(derivation, v[i].y, more[i].y, 1.0f),
@@ -120,6 +123,7 @@ struct Matrix {
 
 struct Params {
   Matrix of[5];
+  Ragged groups;
   int matrices;
 };
 
@@ -182,9 +186,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
   const int own = threadIdx.x, warp = own / 32, four = own % FOURS;
   const int row = down * SEGMENT + own / FOURS * 4, column = right * SEGMENT + 4 * four;
   float4 v[4], of_rows = {};  // and lines' standards
-  {
+  if (RAGGED && m.ragged) {
+    const Lines lines = p.groups.of_blocks()[down];
+    if (lines.group < 0) {
+      if (m.by_rows.scales && own == 0) m.by_rows.small[right * (m.by_rows.lines / SEGMENT) + down] = 0;
+      return;
+    }
+    m.read(lines, row - down * SEGMENT, column, v);
+  } else {
     const int group = GROUPED ? down / m.down : 0;
-    m.read(group, row - group * m.down * SEGMENT, column, v);
+    m.read({0, m.rows, group, 0}, row - group * m.down * SEGMENT, column, v);
   }
   float of_own = 0.0f;
   const bool with_row = m.standards & 1, with_column = m.standards & 2;  // of rows', of columns' standards
@@ -281,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) planes_standards(const __g
   const int depth = by_columns ? m.rows : m.columns, step = (depth / (4 * SEGMENT) + 1) * SEGMENT;
   float4 v[4];
   for (int k = 0, found = 0; !found && k < depth; k += step) {
-    m.read(0, (by_columns ? k : line) + own / FOURS * 4, (by_columns ? line : k) + 4 * four, v);
+    m.read(0, {0, m.rows, 0, 0}, (by_columns ? k : line) + own / FOURS * 4, (by_columns ? line : k) + 4 * four, v);
     tell_columns<Span>(told[own / 32], v);
     u32 any = 0;
     for (const float4& x : v)
@@ -307,7 +318,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) planes_standards(const __g
 struct Bias {
   const float* sums;  // (groups, blocks, columns)
   float* to;          // (groups, columns)
-  int blocks, columns, across;  // across: blocks of this launch for a group
+  Ragged ragged;
+  int blocks, columns, across;  // blocks: of a group; across: of this launch for a group
 };
 
 // A bias' gradient: of 32 columns a block, each warp every eighth of the blocks' sums.
@@ -317,11 +329,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) planes_bias(const __grid_c
   let_next_start();
   const int group = blockIdx.x / p.across, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int column = (blockIdx.x - group * p.across) * 32 + lane;
-  const long long first = static_cast<long long>(group) * p.blocks;
+  const long long first = RAGGED ? p.ragged.blocks()[group] : static_cast<long long>(group) * p.blocks;
+  const int blocks = RAGGED ? p.ragged.blocks()[group + 1] - static_cast<int>(first) : p.blocks;
   float sum = 0.0f;
   if (column < p.columns) {
 #pragma unroll 4
-    for (int i = warp; i < p.blocks; i += WARPS)
+    for (int i = warp; i < blocks; i += WARPS)
       sum += p.sums[(first + i) * p.columns + column];
   }
   sums[warp][lane] = sum;

@@ -12,10 +12,13 @@ from torch import Tensor
 
 from fastlinear.families.linear.cuda.planes import (
     BIAS_KERNEL,
+    GROUPS_KERNEL,
+    GROUPS_THREADS,
     SPLIT_KERNEL,
     SPLIT_THREADS,
     STANDARDS_KERNEL,
     Derivation,
+    groups_source,
     pitch,
     split_source,
     up,
@@ -27,8 +30,62 @@ from fastlinear.kernels.cuda.prepared import Block, Plans, Prepared, prepared
 _SIDE_BYTES = 7 * 8
 _MATRIX_BYTES = 4 * 8 + 2 * _SIDE_BYTES + 2 * 3 * 8 + 12 * 4
 _MOST_MATRICES = 5
-_SPLIT_BYTES = _MOST_MATRICES * _MATRIX_BYTES + 8
+_OF_GROUPS = _MOST_MATRICES * _MATRIX_BYTES
+RAGGED_BYTES = 8 + 4 * 4
+_SPLIT_BYTES = _OF_GROUPS + RAGGED_BYTES + 8
 _BIAS_COLUMNS = 32
+
+
+class Ragged(NamedTuple):
+    """Groups of rows whose sizes only the device knows, as ``planes_groups.cu`` writes them.
+
+    Attributes:
+        table: of 32-bit integers.
+        groups: how many.
+        rows: of all groups, and behind them.
+    """
+
+    table: Tensor
+    groups: int
+    rows: int
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of 64 rows that planes have at most."""
+        return self.rows // BK + min(self.groups, self.rows)
+
+    @property
+    def most_tiles(self) -> int:
+        """Tiles of 128 rows that there are at most; one more for rows of no group."""
+        return self.rows // (2 * BK) + min(self.groups, self.rows) + 1
+
+    @property
+    def facts(self) -> tuple[int, ...]:
+        """The numbers that kernels are told."""
+        return self.groups, self.most_tiles, self.most_blocks
+
+
+def ragged(sizes: Tensor, rows: int) -> Ragged:
+    """Where groups lie, in one launch; sizes: (groups,), dense, of 32 or 64 bits, on the device.
+
+    Sizes below 0 count as 0, and groups end where the rows do.
+    """
+    device = sizes.device.index
+    found = Ragged(sizes, sizes.shape[0], rows)
+    entries = 4 * (found.most_tiles + found.most_blocks) + 3 * (found.groups + 1) + 1
+    found = found._replace(table=sizes.new_empty(entries, dtype=torch.int32))
+
+    def plan() -> Prepared:
+        block = Block(8 + RAGGED_BYTES + 8)
+        block.address(0, 0, sizes.itemsize - 1)
+        block.address(8, 1, 15)
+        block.numbers(16, "3i", *found.facts)
+        block.numbers(8 + RAGGED_BYTES, "2i", rows, sizes.itemsize == 8)
+        with compiled.current(device):
+            return prepared(groups_source(), GROUPS_KERNEL, block, GROUPS_THREADS, 1, device)
+
+    _tables.of((device, sizes.itemsize, *found.facts, rows), plan)(sizes, found.table)
+    return found
 
 
 class Source(NamedTuple):
@@ -36,6 +93,7 @@ class Source(NamedTuple):
 
     Attributes:
         numbers: (rows, columns) of float32, or of groups (groups, rows, columns).
+        ragged: the groups of rows, where only the device knows their sizes.
         by_rows, by_columns: which ways; by columns a scale belongs to 64 numbers of a column.
         derivation: how the matrix is derived from these numbers and the next two.
         saved, other: of that shape, where its derivation reads them.
@@ -54,15 +112,23 @@ class Source(NamedTuple):
     activation: str = "none"
     sums: Tensor | None = None
     standards: tuple[bool, bool] = (False, False)
+    ragged: Ragged | None = None
+
+    @property
+    def of_groups(self) -> bool:
+        """Whether it is one of several groups, of which there may be one."""
+        return self.ragged is not None or self.numbers.dim() == 3
 
     @property
     def groups(self) -> int:
         """How many there are."""
+        if self.ragged is not None:
+            return self.ragged.groups
         return self.numbers.shape[0] if self.numbers.dim() == 3 else 1
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Rows of a group, and columns."""
+        """Rows of a group, of all where these are ragged, and columns."""
         rows, columns = self.numbers.shape[-2:]
         return rows, columns
 
@@ -71,6 +137,13 @@ class Source(NamedTuple):
         """Rows of planes from the beginning of a group to that of the next."""
         rows, _ = self.sizes
         return up(rows, BK) if self.numbers.dim() == 3 else rows
+
+    @property
+    def rows_made(self) -> int:
+        """Rows of planes."""
+        if self.ragged is not None:
+            return self.ragged.most_blocks * BK
+        return self.groups * self.rows_apart
 
     @property
     def read(self) -> tuple[Tensor | None, ...]:
@@ -136,13 +209,14 @@ TENSORS = MADE + READ
 _GIVEN = READ + 2 + 2 * MADE  # tensors of a matrix
 
 plans: Plans[_SplitPlan] = Plans()
+_tables: Plans[Prepared] = Plans()
 Turns = tuple[tuple[int, int], ...]
 
 
 def _side_by_side(source: Source) -> tuple[Source, bool]:
     """A matrix whose rows are side by side in memory: itself, turned, or a copy; whether turned."""
     t = source.numbers
-    turned = t.stride(-2) == 1 < t.stride(-1) and t.shape[-2] > 1
+    turned = t.stride(-2) == 1 < t.stride(-1) and t.shape[-2] > 1 and source.ragged is None
     if turned and source.derivation is Derivation.NONE and source.sums is None:
         ways = source.by_columns, source.by_rows
         return Source(t.transpose(-2, -1), *ways, standards=source.standards[::-1]), True
@@ -178,6 +252,9 @@ def split(sources: Sequence[Source]) -> list[Planes]:
     device = laid[0].numbers.device.index
 
     turns = _turns(laid)
+    tables = {s.ragged.table for s in laid if s.ragged is not None}
+    assert len(tables) < 2, "all groups are the same"
+    given.append(next(iter(tables), None))
 
     def plan() -> _SplitPlan:
         with compiled.current(device):
@@ -190,13 +267,13 @@ def split(sources: Sequence[Source]) -> list[Planes]:
 def _facts(source: Source) -> tuple[object, ...]:
     ways, derivation = (source.by_rows, source.by_columns), (source.derivation, source.activation)
     read = [None if t is None else (*t.stride()[:-1], t.data_ptr() % 16) for t in source.read]
-    more = source.sums is None, source.standards
+    more = source.sums is None, source.standards, source.ragged and source.ragged.facts
     return (source.numbers.shape, *read, *ways, *derivation, *more)
 
 
 def _side(source: Source, by_columns: bool) -> Planes:
     t, (_, columns) = source.numbers, source.sizes
-    rows = source.groups * source.rows_apart
+    rows = source.rows_made
     planes = t.new_empty(4, rows, pitch(columns), dtype=torch.float16)[:, :, :columns]
     k, lines = (rows, columns) if by_columns else (columns, rows)
     segments, blocks = up(k, BK) // BK, up(lines, BK) // BK
@@ -213,7 +290,8 @@ class _SplitPlan:
     def __init__(self, sources: Sequence[Source], turns: Turns, device: int) -> None:
         derived = [s for s in sources if s.derivation is not Derivation.NONE]
         (activation,) = {s.activation for s in derived} or {"none"}
-        text = split_source(activation, any(s.groups > 1 for s in sources))
+        of_groups = any(s.groups > 1 for s in sources if s.ragged is None)
+        text = split_source(activation, of_groups, any(s.ragged is not None for s in sources))
         self._runs: list[Prepared] = []
 
         def run(kernel: str, block: Block, blocks: int) -> None:
@@ -226,11 +304,13 @@ class _SplitPlan:
         for i, one in enumerate(sources):
             if one.sums is None:
                 continue
-            block, (_, columns) = Block(32), one.sizes
+            block, (_, columns) = Block(16 + RAGGED_BYTES + 16), one.sizes
             for j in range(2):
                 block.address(8 * j, _GIVEN * i + READ + j)
+            _put_ragged(block, 16, sources, one.ragged)
             across = -(-columns // _BIAS_COLUMNS)
-            block.numbers(16, "3i", _blocks(one)[0] // one.groups, columns, across)
+            each = _blocks(one)[0] // one.groups
+            block.numbers(16 + RAGGED_BYTES, "3i", each, columns, across)
             run(BIAS_KERNEL, block, one.groups * across)
 
     def run(self, *given: Tensor | None) -> None:
@@ -242,6 +322,8 @@ class _SplitPlan:
 def _blocks(source: Source) -> tuple[int, int]:
     """Of a matrix, blocks of 64 below each other and beside each other."""
     rows, columns = (up(size, BK) // BK for size in source.sizes)
+    if source.ragged is not None:
+        return source.ragged.most_blocks, columns
     return source.groups * rows, columns
 
 
@@ -262,7 +344,7 @@ def _parameters(sources: Sequence[Source], turns: Turns) -> tuple[Block, int]:
     block, first = Block(_SPLIT_BYTES), 0
     for i, one in enumerate(sources):
         rows, columns = one.sizes
-        made = one.groups * one.rows_apart
+        made = one.rows_made
         wide = all(_is_wide(t) for t in one.read if t is not None)
         down, across = _blocks(one)
         at, tensor = _MATRIX_BYTES * i, _GIVEN * i
@@ -279,11 +361,20 @@ def _parameters(sources: Sequence[Source], turns: Turns) -> tuple[Block, int]:
         table = rows, columns, pitch(columns), int(wide), first, across
         by_rows, by_columns = _ways_with_standards(one)
         how = one.derivation, turns[i][1], by_rows + 2 * by_columns, down // one.groups, made
-        block.numbers(at + 2 * _SIDE_BYTES, f"{2 * READ}q11i", *strides, *apart, *table, *how)
+        told = *strides, *apart, *table, *how, int(one.ragged is not None)
+        block.numbers(at + 2 * _SIDE_BYTES, f"{2 * READ}q12i", *told)
         if turns[i][0] == turns[i][1] - 1:
             first += down * across * turns[i][1]
-    block.numbers(_MOST_MATRICES * _MATRIX_BYTES, "i", len(sources))
+    _put_ragged(block, _OF_GROUPS, sources, next((s.ragged for s in sources if s.ragged), None))
+    block.numbers(_OF_GROUPS + RAGGED_BYTES, "i", len(sources))
     return block, first
+
+
+def _put_ragged(block: Block, at: int, sources: Sequence[Source], of: Ragged | None) -> None:
+    """The table, which is the last of the tensors."""
+    if of is not None:
+        block.address(at, _GIVEN * len(sources), 15)
+        block.numbers(at + 8, "3i", *of.facts)
 
 
 def _is_wide(t: Tensor) -> bool:
