@@ -122,3 +122,17 @@ def test_a_cold_family_is_measured_beyond_the_l2_cache(
 def test_layers_are_cold_and_whole_small_models_are_warm() -> None:
     assert registry.family("linear_act").cold
     assert not registry.family("mlp").cold
+
+
+def test_pieces_of_a_training_step_are_timed_on_the_device() -> None:
+    """On a GPU, where a tape launches them: Python's part of a backend's function is not theirs."""
+    for device, grad, piece, expected in (
+        ("cuda", True, "backward", "device"),
+        ("cuda", True, "forward", "device"),
+        ("cuda", True, "step", "wall"),
+        ("cuda", False, "forward", "wall"),
+        ("cpu", True, "backward", "wall"),
+    ):
+        p = problem(piece, 8, 8, 8, dtype="float32", device=device, needs_grad=grad)
+        assert tuning.metric_of(p) == expected, p
+        assert tuning.metric_of(replace(p, captured=True)) == "device"

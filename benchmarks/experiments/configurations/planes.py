@@ -22,6 +22,7 @@ from fastlinear.families.linear.cuda.planes import Config
 
 _MOST_ROWS, _MOST_FLOPS, _MOST_NUMBERS = 1 << 17, 5e11, 1e8
 _UNITS = 132
+_UNIFORM = 4  # of planes.h: the scales of a block are one, as those of most numbers are
 
 
 def _draw(draw: Random) -> Problem | None:
@@ -68,7 +69,8 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
         high, low, small_high, small_low = made
         segments, blocks = -(-k // 64), -(-size // 64)
         scales = torch.ones(segments, blocks * 64, device=place)
-        small = torch.zeros(segments, blocks, dtype=torch.int32, device=place)
+        told = 0 if standards else _UNIFORM
+        small = torch.full((segments, blocks), told, dtype=torch.int32, device=place)
         given = high, low, small_high, small_low, scales, small
         source = planes_split.Source(numbers, standards=(standards, standards))
         return planes_split.Planes(*given, source, not by_rows)

@@ -22,6 +22,7 @@ from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.confidence import doubt_of, rivals_of
+from fastlinear.dispatch.steps import STEP
 
 BASELINE = "eager"
 _MAX_INPUT_SETS = 64
@@ -72,8 +73,8 @@ def tune(
         problem: what to tune. Its bucket is what the cache remembers.
         device: where to run; the Problem's device type by default.
         metric: ``"wall"`` (throughput of back-to-back calls, what the host does for each
-            included) or ``"device"`` (graph replay). By default what counts for the Problem:
-            ``"device"`` if it is captured into a CUDA graph.
+            included) or ``"device"`` (graph replay). By default what counts for the Problem; see
+            ``metric_of``.
         rounds, budget_s: limits of the interleaved measurement.
         seed: seed of the random inputs.
         draws: of inputs, at most, that judge a backend which is less accurate than allowed on the
@@ -82,7 +83,7 @@ def tune(
     """
     fam = family(problem.family)
     where = torch.device(device if device is not None else problem.device)
-    metric = metric or ("device" if problem.captured else "wall")
+    metric = metric or metric_of(problem)
     able: list[Backend] = []
     rejected: dict[str, str] = {}
     for backend in fam.candidates(problem.piece):
@@ -207,6 +208,15 @@ def winner(samples: dict[str, Samples]) -> tuple[str, dict[str, Ratio]]:
     if not ahead:
         return BASELINE, speedups
     return min(ahead, key=lambda n: samples[n].median_us), speedups
+
+
+def metric_of(problem: Problem) -> str:
+    """What counts for a Problem: the device inside a CUDA graph, and for pieces of a training step
+    on a GPU, which a tape launches: the Python of a backend's function is not run again.
+    """
+    of_step = STEP in family(problem.family).pieces and problem.piece != STEP
+    inside = problem.device == "cuda" and problem.needs_grad and of_step
+    return "device" if problem.captured or inside else "wall"
 
 
 def timed(backend: Backend, problem: Problem) -> Callable[..., Any]:

@@ -406,7 +406,38 @@ def test_planes_are_the_numbers(m: int, k: int) -> None:
         assert ((made - kept).abs() <= kept.abs() * 2.0**-22).all()
         for segment in range(0, kept.shape[1], 64):
             largest = kept[:, segment : segment + 64].abs().amax(1) / scales[:, segment]
-            assert ((largest == 0) | (largest >= 2.0**14) & (largest < 2.0**15)).all()
+            for block, lines in enumerate(largest.split(64)):
+                uniform = planes.small[segment // 64, block] & 4
+                assert bool(uniform) == ((block if planes.by_columns else segment) > 0)
+                if uniform:
+                    assert (
+                        scales[64 * block : 64 * block + len(lines), segment].unique().numel() == 1
+                    )
+                    lines = lines.amax(0)
+                assert ((lines == 0) | (lines >= 2.0**14) & (lines < 2.0**15)).all()
+
+
+def test_planes_by_rows_are_those_by_columns_where_a_block_has_one_scale() -> None:
+    """The others have planes of their own; a product takes each block's."""
+    x, dpre = values(150, 90), values(150, 200, seed=1)
+    dpre[70, 100] *= 2.0**50  # too far above others of its rows and columns
+    dpre[140, 3] = float("inf")
+    x[3, 70] *= 2.0**-40
+    both = Source(dpre, by_rows=True, by_columns=True)
+    rows, columns, turned = planes_split.split((both, Source(x, by_columns=True)))
+    shared = torch.ones(3, 4, dtype=torch.bool)
+    shared[1, 1] = shared[2, 0] = False
+    assert torch.equal((columns.small & 8).bool(), shared)
+    assert torch.equal((rows.small.t() & 4).bool(), shared)
+    assert torch.equal(
+        (turned.small & 12), torch.tensor([[4, 0], [4, 4], [4, 4]], dtype=torch.int32)
+    )
+    assert columns.shared[0] is rows.high
+    dpre[140, 3] = 1.0
+    for config in (Config(128, 3), Config(64, 4, slices=2)):
+        rows, columns, turned = planes_split.split((both, Source(x, by_columns=True)))
+        dw, _ = planes_product.product(columns, turned, config=config)
+        near(dw, dpre.t() @ x, dpre.double().t() @ x.double())
 
 
 def test_which_segments_have_no_planes() -> None:

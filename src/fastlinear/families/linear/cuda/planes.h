@@ -16,6 +16,9 @@
 // float32's range before both operands' s are in, or numbers that lie 2^29 below the largest in the mean,
 // of which two levels might not reach many.
 //
+// A block of 64 segments takes one scale where that keeps all bits: then products need not look at lines'
+// scales, and planes by rows are planes by columns.
+//
 // A matrix may be derived from two or three others, where a pass of its own to write it would cost more.
 //
 // hopper_words.h, with IS_BF16 0, and activations/cuda.h come before this file. Macros from the host:
@@ -49,6 +52,8 @@ constexpr int ROOM = 5;                // bits between that segment's largest an
 constexpr float NEAR = 1 << 10;        // a standard is so many times a segment's own scale at most
 constexpr int HAS_SMALL = 1;           // of 64 lines' segments: there are planes of the second level
 constexpr int APART = 2;               // or some scale is not its line's standard, or there are none
+constexpr int UNIFORM = 4;             // all 64 have one scale
+constexpr int SHARED = 8;              // by columns: and the planes are those by rows
 constexpr u32 LEAST = 1u << 13;        // the bits of 2^-136
 constexpr u32 MOST = (127 + 90) << 23; // of 2^90
 
@@ -93,6 +98,12 @@ struct Span {
   }
 
   __device__ __forceinline__ float scale() const { return largest ? scale_of(largest) : 1.0f; }
+
+  // Whether all are whole on this scale, and products of two such scales far from float32's ends.
+  __device__ __forceinline__ bool is_uniform() const {
+    constexpr u32 kLeast = (127 - 40) << 23, kMost = (127 + 40) << 23;
+    return !largest || (largest - kLeast < kMost - kLeast && !below(least, scale_of(largest)));
+  }
 };
 
 // What is known of the numbers of a segment, or of some of them, where that does not tell s.

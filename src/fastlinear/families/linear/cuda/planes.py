@@ -230,11 +230,11 @@ def _text(macros: dict[str, str | int], instructions: str, *names: str) -> str:
 STAGES = {64: 4, 128: 3}
 """Of each width of tiles, as many as shared memory holds."""
 # Microseconds of each of ``terms``, of plain products, where numbers are read, and on standards:
-# fitted to 3,033 launches of drawn products on an H200 (``results/nvidia-h200/planes.jsonl.gz``).
+# fitted to 4,641 launches of drawn products on an H200 (``results/nvidia-h200/planes.jsonl.gz``).
 _US = (
-    (1.059, 1.488, 1.581, 2.274, 1.287, 2.259, 1.581),
-    (1.714, 0.8687, 1.976, 1.901, 2.316, 2.546, 1.326),
-    (0.872, 1.699, 1.132, 2.906, 1.254, 3.745, 1.318),
+    (0.7745, 1.65, 1.14, 2.288, 0.9683, 2.043, 1.505),
+    (1.706, 0.7875, 1.998, 1.756, 2.394, 2.522, 1.32),
+    (0.8305, 1.633, 1.162, 2.758, 1.388, 2.041, 1.352),
 )
 START_US = _US[0][4]
 """Of it what any launch takes."""

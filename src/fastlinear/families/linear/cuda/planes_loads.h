@@ -1,19 +1,24 @@
 // How stages of planes.cu are filled: by a thread that loads planes or numbers, and by a warp that loads
 // scales and tells consumers what a step is.
 
-__device__ __forceinline__ void load_a(const TensorMap* map, u32 to, u32 bar, int row, int k) {
+// shared[i]: whether 64 lines' planes are those by rows.
+__device__ __forceinline__ void load_a(const TensorMap* map, const TensorMap* by_rows,
+                                       const bool (&shared)[BM / 64], u32 to, u32 bar, int row, int k) {
   if constexpr (A_MN) {
 #pragma unroll
-    for (int i = 0; i < BM / 64; ++i) tma_load<1>(to + i * (BK * 128), map, bar, row + i * 64, k);
+    for (int i = 0; i < BM / 64; ++i)
+      tma_load<1>(to + i * (BK * 128), shared[i] ? by_rows : map, bar, row + i * 64, k);
   } else {
     tma_load<1>(to, map, bar, k, row);
   }
 }
 
-__device__ __forceinline__ void load_b(const TensorMap* map, u32 to, u32 bar, int column, int k) {
+__device__ __forceinline__ void load_b(const TensorMap* map, const TensorMap* by_rows,
+                                       const bool (&shared)[BN / 64], u32 to, u32 bar, int column, int k) {
   if constexpr (B_MN) {
 #pragma unroll
-    for (int i = 0; i < BN / 64; ++i) tma_load<1>(to + i * (BK * 128), map, bar, column + i * 64, k);
+    for (int i = 0; i < BN / 64; ++i)
+      tma_load<1>(to + i * (BK * 128), shared[i] ? by_rows : map, bar, column + i * 64, k);
   } else {
     tma_load<1>(to, map, bar, k, column);
   }
@@ -25,12 +30,13 @@ __device__ __forceinline__ u32 scales_at(u32 base, int stage, u32 odd) {
   return base + SCALES_OFFSET + (odd * STAGES + stage) * SCALES_BYTES;
 }
 
-// What a step is, as consumers are told: its k-tile times 512 and
+// What a step is, as consumers are told: its k-tile times 1024 and
 constexpr u32 A_LEVEL = 1, B_LEVEL = 2;         // the levels of planes
 constexpr int A_BLOCKS = 2, B_BLOCKS = 4;       // from these bits on: which 64 lines have such planes
 constexpr u32 ALL_BLOCKS = 0x7c, LAST = 1 << 7; // of the tile
 constexpr u32 ON_STANDARDS = 1 << 8;            // all scales of the tile are their lines' standards
-constexpr int K_TILE = 9;
+constexpr u32 UNIFORM_STEP = 1 << 9;            // each 64 lines of the step have one scale
+constexpr int K_TILE = 10;
 
 // Whether lines of a k-tile have small numbers: rows, columns; read, not looked at.
 struct Small {
@@ -42,9 +48,18 @@ struct Small {
     const int* const a = p.a_small + static_cast<long long>(tile.a_tile(p, kt)) * each_a;
     const int* const b = p.b_small + static_cast<long long>(tile.b_tile(p, kt)) * each_b;
 #pragma unroll
-    for (int i = 0; i < BM / 64; ++i) rows[i] = !READS && row + i < each_a ? a[row + i] : 0;
+    for (int i = 0; i < BM / 64; ++i) rows[i] = READS ? 0 : row + i < each_a ? a[row + i] : UNIFORM;
 #pragma unroll
-    for (int i = 0; i < BN / 64; ++i) columns[i] = column + i < each_b ? b[column + i] : 0;
+    for (int i = 0; i < BN / 64; ++i) columns[i] = column + i < each_b ? b[column + i] : UNIFORM;
+  }
+
+  __device__ __forceinline__ bool is_uniform() const {
+    int all = UNIFORM;
+#pragma unroll
+    for (int one : rows) all &= one;
+#pragma unroll
+    for (int one : columns) all &= one;
+    return all;
   }
 
   // In the bits that consumers are told.
@@ -107,9 +122,10 @@ __device__ __forceinline__ void fill(const Params& p, u32 base, int first, int s
         told |= (levels & A_LEVEL ? found : ALL_BLOCKS) & kA;
         told |= (levels & B_LEVEL ? found : ALL_BLOCKS) & kB;
         if (last && levels == (found & kLevels)) told |= LAST;
+        if (!READS && kWarp && levels == 0 && small.is_uniform()) told |= UNIFORM_STEP;
         const u32 full = base + BAR_OFFSET + stage * 8;
         mbar_wait(full + STAGES * 8, odd ^ 1);  // a fresh barrier counts as "previous phase done"
-        load(stage, odd, full, tile, kt, told);
+        load(stage, odd, full, tile, kt, told, small);
         if (kWarp) __syncwarp();  // else the first lane could be a stage's turn ahead of those that wait
         if (++stage == STAGES) { stage = 0; odd ^= 1; }
         if (levels == 0 && !last) found = small.bits();
@@ -119,15 +135,23 @@ __device__ __forceinline__ void fill(const Params& p, u32 base, int first, int s
 }
 
 __device__ __forceinline__ void fill_planes(const Params& p, u32 base, int first, int step, int tiles, int tiles_m) {
-  const auto load = [&](int stage, u32, u32 full, Tile tile, int kt, u32 told) {
+  const auto load = [&](int stage, u32, u32 full, Tile tile, int kt, u32 told, const Small& small) {
+    bool a_shared[BM / 64], b_shared[BN / 64];
+#pragma unroll
+    for (int i = 0; i < BM / 64; ++i) a_shared[i] = !(told & A_LEVEL) && small.rows[i] & SHARED;
+#pragma unroll
+    for (int i = 0; i < BN / 64; ++i) b_shared[i] = !(told & B_LEVEL) && small.columns[i] & SHARED;
     const u32 to = base + stage * STAGE_BYTES;
     const TensorMap* const a = p.a + (told & A_LEVEL ? 2 : 0);
     const TensorMap* const b = p.b + (told & B_LEVEL ? 2 : 0);
     mbar_expect(full, STAGE_BYTES);
 #pragma unroll
     for (int plane = 0; plane < 2; ++plane) {
-      if (!READS) load_a(a + plane, to + plane * A_BYTES, full, tile.row(p), tile.a_tile(p, kt) * BK);
-      load_b(b + plane, to + A_STAGE + plane * B_BYTES, full, tile.column(p), tile.b_tile(p, kt) * BK);
+      if (!READS)
+        load_a(a + plane, p.a_shared + plane, a_shared, to + plane * A_BYTES, full, tile.row(p),
+               tile.a_tile(p, kt) * BK);
+      load_b(b + plane, p.b_shared + plane, b_shared, to + A_STAGE + plane * B_BYTES, full,
+             tile.column(p), tile.b_tile(p, kt) * BK);
     }
 #pragma unroll
     for (int half = 0; half < 2 * READS; ++half)
@@ -138,7 +162,7 @@ __device__ __forceinline__ void fill_planes(const Params& p, u32 base, int first
 
 // Those of lines that exist. By a warp.
 __device__ __forceinline__ void fill_scales(const Params& p, u32 base, int first, int step, int tiles, int tiles_m) {
-  const auto load = [&](int stage, u32 odd, u32 full, Tile tile, int kt, u32 told) {
+  const auto load = [&](int stage, u32 odd, u32 full, Tile tile, int kt, u32 told, const Small&) {
     if (lane_id()) return;
     const u32 to = scales_at(base, stage, odd);
     const int row = tile.row(p), column = tile.column(p);

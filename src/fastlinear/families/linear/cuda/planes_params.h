@@ -32,6 +32,7 @@ static_assert(PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS + 2 * READS * SPLIT_RE
 
 struct Params {
   TensorMap a[4], b[4];                  // planes, high first; then of small numbers; or the numbers
+  TensorMap a_shared[2], b_shared[2];    // by columns: planes by rows, where these serve
   const float *a_scales, *b_scales;      // (k-tiles, a_lines), (k-tiles, b_lines)
   const int *a_small, *b_small;          // (k-tiles, lines / 64): HAS_SMALL and APART
   const float* plain[3][2];              // the numbers, or what they are derived from: of A, of B

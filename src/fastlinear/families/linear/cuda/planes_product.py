@@ -26,6 +26,7 @@ from fastlinear.families.linear.cuda.planes_split import (
     MADE,
     RAGGED_BYTES,
     READ,
+    SHARED,
     TENSORS,
     Planes,
     Ragged,
@@ -37,7 +38,7 @@ from fastlinear.kernels.cuda.prepared import MAP_BYTES, Block, Plans, Prepared, 
 from fastlinear.native import cuda_driver as driver
 
 _REMEDY = "Leave the configuration to the model."
-_MAPS = 8 * MAP_BYTES
+_MAPS = (8 + 2 * SHARED) * MAP_BYTES
 _STRIDES = _MAPS + 14 * 8
 _PRODUCT_BYTES = _STRIDES + (6 * READ + 1) * 8 + RAGGED_BYTES + 15 * 4
 _SUMS_THREADS = 256
@@ -80,13 +81,20 @@ class _ProductPlan:
         for i, (operand, box) in enumerate(((a, 128), (b, config.bn))):
             rows = BK if operand.by_columns else box
             first = TENSORS * i
-            for j, (number, t) in enumerate(_multiplied(operand)):
+
+            def described(at: int, number: int, t: Tensor, rows: int = rows) -> None:
                 kind, columns = ("float16", 64) if t.itemsize == 2 else ("float32", 32)
                 of = driver.TensorMap(
                     *(kind, t.shape[0], t.shape[1], t.stride(0)),
                     *(rows, columns, t.data_ptr(), device),
                 )
-                block.map(MAP_BYTES * (4 * i + j), of, first + number)
+                block.map(MAP_BYTES * at, of, number)
+
+            for j, (number, t) in enumerate(_multiplied(operand)):
+                described(4 * i + j, first + number, t)
+            for j, shared in enumerate(_shared(operand)):
+                if shared is not None:
+                    described(8 + SHARED * i + j, first + MADE + READ + j, shared)
             for j in range(2 + READ):  # scales, small, what is read
                 aligned = j == 0 or (config.reads and i == 0)
                 block.address(_MAPS + 16 * j + 8 * i, first + 4 + j, 15 if aligned else 1)
@@ -149,10 +157,14 @@ def _multiplied(operand: Operand) -> list[tuple[int, Tensor]]:
     return [(MADE + i, t) for i, t in enumerate(operand.read) if t is not None]
 
 
+def _shared(operand: Operand) -> tuple[Tensor | None, ...]:
+    return operand.shared if isinstance(operand, Planes) else ()
+
+
 def _tensors(operand: Operand) -> tuple[Tensor | None, ...]:
     if isinstance(operand, Planes):
         return operand.tensors
-    return *(None,) * MADE, *operand.read
+    return *(None,) * MADE, *operand.read, *(None,) * SHARED
 
 
 def can_be_read(source: Source) -> bool:
@@ -188,7 +200,9 @@ def _along(t: Tensor, by_columns: bool) -> tuple[int, int]:
 def _facts(operand: Operand) -> tuple[object, ...]:
     source = _source(operand)
     read = [None if t is None else (t.shape, t.stride()) for t in source.read]
-    return (*read, operand.by_columns, source.derivation, source.ragged and source.ragged.facts)
+    shares = any(t is not None for t in _shared(operand))
+    ragged = source.ragged and source.ragged.facts
+    return (*read, operand.by_columns, source.derivation, shares, ragged)
 
 
 @cache

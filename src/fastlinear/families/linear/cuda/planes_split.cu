@@ -119,6 +119,27 @@ struct Matrix {
           (found ? HAS_SMALL : 0) | (any_apart ? APART : 0);
     if (found) put<2>(to, row, c, v);
   }
+
+  // All planes of a block on one scale.
+  __device__ __forceinline__ void put_uniform(int down, int right, int row, int c, float s,
+                                              float4 (&v)[4]) const {
+    const int own = threadIdx.x;
+    const bool shared = by_rows.scales;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = scaled(v[i], {s, s, s, s});
+    if (by_rows.scales) {
+      if (own < SEGMENT) by_rows.scales[right * by_rows.lines + down * SEGMENT + own] = s;
+      if (own == 0) by_rows.small[right * (by_rows.lines / SEGMENT) + down] = APART | UNIFORM;
+      put<0>(by_rows, row, c, v);
+    }
+    if (by_columns.scales) {
+      if (own < SEGMENT) by_columns.scales[down * by_columns.lines + right * SEGMENT + own] = s;
+      if (own == 0)
+        by_columns.small[down * (by_columns.lines / SEGMENT) + right] =
+            APART | UNIFORM | (shared ? SHARED : 0);
+      if (!shared) put<0>(by_columns, row, c, v);
+    }
+  }
 };
 
 struct Params {
@@ -163,6 +184,14 @@ __device__ __forceinline__ Fact of_column(const uint2 (&told)[WARPS][SEGMENT], i
   return all;
 }
 
+// Of the block, from what its warps found.
+__device__ __forceinline__ Span of_block(const uint2 (&found)[WARPS]) {
+  Span all;
+#pragma unroll
+  for (const auto& warp : found) all.add(reinterpret_cast<const Span&>(warp));
+  return all;
+}
+
 // The sum of a thread's four rows in one of its columns, and of those of the other half of the warp.
 __device__ __forceinline__ float sum_of_warp(float x, float y, float z, float w) {
   const float sum = (x + y) + (z + w);
@@ -173,6 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
   __shared__ uint2 told[WARPS][SEGMENT];
   __shared__ __align__(16) float sums[WARPS][SEGMENT];
   __shared__ float4 scales[FOURS];
+  __shared__ uint2 of_warps[WARPS];
   wait_for_previous();
   let_next_start();
   int which = 0;
@@ -189,10 +219,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
   if (RAGGED && m.ragged) {
     const Lines lines = p.groups.of_blocks()[down];
     if (lines.group < 0) {
-      if (m.by_rows.scales && own == 0) m.by_rows.small[right * (m.by_rows.lines / SEGMENT) + down] = 0;
+      if (m.by_rows.scales && own == 0) m.by_rows.small[right * (m.by_rows.lines / SEGMENT) + down] = UNIFORM;
       return;
     }
-    m.read(lines, row - down * SEGMENT, column, v);
+    m.read(lines, own / FOURS * 4, column, v);
   } else {
     const int group = GROUPED ? down / m.down : 0;
     m.read({0, m.rows, group, 0}, row - group * m.down * SEGMENT, column, v);
@@ -203,13 +233,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
     of_rows = *reinterpret_cast<const float4*>(m.standards_of(false) + row);
   if (with_column && own < SEGMENT)
     of_own = m.standards_of(true)[right * SEGMENT + own];
-  if (m.by_columns.scales) tell_columns<Span>(told[warp], v);
+  if (!m.standards) {
+    Span own_span;
+#pragma unroll
+    for (const float4& x : v) own_span.add(x.x), own_span.add(x.y), own_span.add(x.z), own_span.add(x.w);
+#pragma unroll
+    for (int apart = 16; apart; apart /= 2) own_span.add_across(apart);
+    if (own % 32 == 0) reinterpret_cast<Span*>(of_warps)[warp] = own_span;
+  }
   if (m.sums) {
     const float4 s = {
         sum_of_warp(v[0].x, v[1].x, v[2].x, v[3].x), sum_of_warp(v[0].y, v[1].y, v[2].y, v[3].y),
         sum_of_warp(v[0].z, v[1].z, v[2].z, v[3].z), sum_of_warp(v[0].w, v[1].w, v[2].w, v[3].w)};
     if (own % 32 < FOURS) *reinterpret_cast<float4*>(&sums[warp][4 * four]) = s;
   }
+  __syncthreads();
+  const int place = right * SEGMENT + own;
+  if (own < SEGMENT && m.sums && place < m.columns) {
+    float sum = 0.0f;
+    for (int i = 0; i < WARPS; ++i) sum += sums[i][own];
+    m.sums[static_cast<long long>(down) * m.columns + place] = sum;
+  }
+  if (!m.standards) {
+    const Span all = of_block(of_warps);
+    if (all.is_uniform()) {
+      m.put_uniform(down, right, row, column, all.scale(), v);
+      return;
+    }
+  }
+  if (m.by_columns.scales) tell_columns<Span>(told[warp], v);
   if (m.by_rows.scales) {
     float s[4];
     u32 least[4];
@@ -242,15 +294,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
     }
     m.put(m.by_rows, right, down, row, column, on_scale, small, with_row, apart);
   }
-  if (!m.by_columns.scales && !m.sums) return;
-  __syncthreads();
-  const int place = right * SEGMENT + own;
-  if (own < SEGMENT && m.sums && place < m.columns) {
-    float sum = 0.0f;
-    for (int i = 0; i < WARPS; ++i) sum += sums[i][own];
-    m.sums[static_cast<long long>(down) * m.columns + place] = sum;
-  }
   if (!m.by_columns.scales) return;
+  __syncthreads();
   Span span;
   if (own < SEGMENT) span = of_column<Span>(told, own);
   float s = span.scale();

@@ -179,6 +179,8 @@ class Planes(NamedTuple):
             is not its standard.
         source: the matrix.
         by_columns: whether K is the dimension of rows.
+        shared: high and low by rows, of a matrix split both ways: where a block has one scale, they
+            are those by columns, too.
     """
 
     high: Tensor
@@ -189,6 +191,7 @@ class Planes(NamedTuple):
     small: Tensor
     source: Source
     by_columns: bool
+    shared: tuple[Tensor | None, Tensor | None] = (None, None)
 
     @property
     def made(self) -> tuple[Tensor, ...]:
@@ -199,12 +202,12 @@ class Planes(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All of it."""
-        return *self.made, *self.source.read
+        return *self.made, *self.source.read, *self.shared
 
 
-MADE, READ = 6, 3
-TENSORS = MADE + READ
-"""Of Planes: those that are made, and those that are read."""
+MADE, READ, SHARED = 6, 3, 2
+TENSORS = MADE + READ + SHARED
+"""Of Planes: those that are made, those that are read, and those of the other way."""
 
 _GIVEN = READ + 2 + 2 * MADE  # tensors of a matrix
 
@@ -241,6 +244,8 @@ def split(sources: Sequence[Source]) -> list[Planes]:
     for one, turned in found:
         ways = (False,) * one.by_rows + (True,) * one.by_columns
         sides = [_side(one, by_columns) for by_columns in ways]
+        if len(sides) == 2:
+            sides[1] = sides[1]._replace(shared=sides[0][:2])
         made += reversed(sides) if turned else sides
         padding = (None,) * MADE
         by_rows = sides[0].made if one.by_rows else padding

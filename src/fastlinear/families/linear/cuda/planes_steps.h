@@ -252,6 +252,31 @@ struct Pipe {
     }
   }
 
+  // sum += the products of a step of which each 64 lines have one scale.
+  __device__ __forceinline__ void uniform_step(float (&sum)[BN / 2], u32 told) const {
+    constexpr float kLow = 1.0f / 2048.0f;
+    const u32 at = base + stage * STAGE_BYTES;
+    const u64 a_high = make_desc<A_MN>(at + consumer * (A_BYTES / 2)), a_low = a_high + (A_BYTES >> 4);
+    const u64 b_high = make_desc<B_MN>(at + A_STAGE), b_low = b_high + (B_BYTES >> 4);
+    float low[BN / 2], high[BN / 2], s[BN / 64];
+    begin_turn(consumer);
+    wgmma_fence();
+    multiply<true>(low, a_high, b_low);
+    multiply<false>(low, a_low, b_high);
+    multiply<true>(high, a_high, b_high);
+    wgmma_commit();
+    end_turn(consumer);
+    const float of_rows = restored(told) * load_scale(scales() + consumer * (BM / 2) * 4);
+#pragma unroll
+    for (int i = 0; i < BN / 64; ++i) s[i] = of_rows * load_scale(scales() + 4 * BM + 256 * i);
+    wgmma_wait<0>();
+    settle(low);
+    settle(high);
+    release();
+#pragma unroll
+    for (int i = 0; i < BN / 2; ++i) sum[i] = fmaf(fmaf(low[i], kLow, high[i]), s[i / 32], sum[i]);
+  }
+
   // sum += acc with rows' and columns' scales, of a step of that level.
   __device__ __forceinline__ void promote_step(float (&sum)[BN / 2], const float (&acc)[BN / 2],
                                                const Scales& s, u32 told) const {
@@ -266,6 +291,11 @@ struct Pipe {
     mbar_wait(base + BAR_OFFSET + stage * 8, phase);
     if (READS) mbar_wait(base + SPLIT_OFFSET + (2 * stage + consumer) * 8, phase);
     const u32 told = load_shared32(scales() + TOLD_OFFSET);
+    if (!READS && told & UNIFORM_STEP) {
+      uniform_step(sum, told);
+      found = false;
+      return told;
+    }
     const u32 small = READS ? small_rows() : 0;
     float acc[BN / 2];
     multiply_planes(acc, true, !small, s, [&] {
