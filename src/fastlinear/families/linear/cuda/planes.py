@@ -245,10 +245,6 @@ _SPLIT_US = 2.0
 # them. Set by hand after splits and whole layers of seven sizes (``planes-layers.jsonl``).
 _STANDARDS_START_US = 4.0
 _STANDARDS_US = 0.07, 0.06
-_SUSTAINED = 1.14
-"""What products on standards take one after the other, by what single ones take: tensor cores that
-wait less draw more power, and run slower. 8192 rows, 4096 to 4096, take 1354 us, and 1184 by
-``_US``."""
 _LATE = 1.26
 """What whole calls take where numbers are read, by what their product takes alone: of layers that
 were timed both ways (``planes-layers.jsonl``)."""
@@ -316,7 +312,7 @@ def _of_planes(m: int, n: int, k: int, units: int) -> tuple[float, float]:
     plain, standard = (
         config_for(m, n, k, units, standards=s).microseconds(m, n, k, units) for s in (False, True)
     )
-    return plain, _SUSTAINED * standard + _STANDARDS_START_US + standards_us(m, n, k)
+    return plain, standard + _STANDARDS_START_US + standards_us(m, n, k)
 
 
 def standards_us(m: int, n: int, k: int) -> float:
