@@ -222,14 +222,8 @@ def errors(k: int, place: torch.device, m: int = 4096, n: int = 512) -> Iterator
     for name, x, w in data(m, k, n, place):
         oracle = x.double() @ w.double().t()
         found = {"eager": x @ w.t()}
-        for way, reads, standard in (
-            ("split", False, False),
-            ("read", True, False),
-            ("standards", False, True),
-        ):
-            like = Source(x, by_rows=True, standards=(standard, standard))
-            (b,) = split((like._replace(numbers=w),))
-            a = Source(x) if reads else split((like,))[0]
+        b, split_x = split((Source(w, by_rows=True), Source(x, by_rows=True)))
+        for way, a in ("split", split_x), ("read", Source(x)):
             found[way] = planes_product.product(a, b)[0]
         error = {
             way: float((y.double() - oracle).norm() / oracle.norm()) for way, y in found.items()

@@ -48,7 +48,7 @@ def test_errors_are_of_every_way_and_all_data() -> None:
         found = list(planes_layers.errors(8, torch.device("cpu"), 64, 64))
     assert len({row["data"] for row in found}) == 6
     for row in found:
-        assert {*row["error"]} == {"eager", "split", "read", "standards"}
+        assert {*row["error"]} == {"eager", "split", "read"}
         assert all(0 < error < 2e-7 for error in row["error"].values())
 
 

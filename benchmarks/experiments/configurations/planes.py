@@ -1,5 +1,5 @@
-"""Products of linear_act's ``planes``: of operands that are split already, with standards of their
-lines or without, or of which the first is read and split there."""
+"""Products of linear_act's ``planes``: of operands that are split already, or of which the first is
+read and split there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastlinear.families.linear.cuda.planes import Config
 
 _MOST_ROWS, _MOST_FLOPS, _MOST_NUMBERS = 1 << 17, 5e11, 1e8
 _UNITS = 132
-_UNIFORM = 4  # of planes.h: the scales of a block are one, as those of most numbers are
+_UNIFORM = 2  # of planes.h: the scales of a block are one, as those of most numbers are
 
 
 def _draw(draw: Random) -> Problem | None:
@@ -34,16 +34,12 @@ def _draw(draw: Random) -> Problem | None:
     first = n if piece == "grad_input" else k
     reads = piece != "grad_weight" and first % 4 == 0 and draw.choice((True, False))
     found = {"piece": piece, "M": m, "K": k, "N": n, "activation": activation}
-    standards = not reads and draw.choice((True, False))
-    return {
-        **found,
-        **({"reads": reads} if reads else {"standards": standards} if standards else {}),
-    }
+    return {**found, **({"reads": True} if reads else {})}
 
 
-def _how(p: Problem) -> tuple[bool, bool]:
-    """Whether the first operand is split by the product; whether lines have standards."""
-    return bool(p.get("reads", False)), bool(p.get("standards", False))
+def _reads(p: Problem) -> bool:
+    """Whether the first operand is split by the product."""
+    return bool(p.get("reads", False))
 
 
 def _product(p: Problem) -> tuple[int, int, int]:
@@ -54,7 +50,7 @@ def _product(p: Problem) -> tuple[int, int, int]:
 
 def _candidates(p: Problem) -> list[Config]:
     m, n, k = _product(p)
-    return list(planes.candidates(m, n, k, *_how(p)))
+    return list(planes.candidates(m, n, k, _reads(p)))
 
 
 def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
@@ -69,13 +65,12 @@ def _inputs(p: Problem, place: torch.device) -> list[tuple[Any, ...]]:
         high, low, small_high, small_low = made
         segments, blocks = -(-k // 64), -(-size // 64)
         scales = torch.ones(segments, blocks * 64, device=place)
-        told = 0 if standards else _UNIFORM
-        small = torch.full((segments, blocks), told, dtype=torch.int32, device=place)
+        small = torch.full((segments, blocks), _UNIFORM, dtype=torch.int32, device=place)
         given = high, low, small_high, small_low, scales, small
-        source = planes_split.Source(numbers, standards=(standards, standards))
+        source = planes_split.Source(numbers)
         return planes_split.Planes(*given, source, not by_rows)
 
-    ways, (reads, standards) = of_rows[p["piece"]], _how(p)
+    ways, reads = of_rows[p["piece"]], _reads(p)
 
     def first() -> planes_product.Operand:
         if not reads:
@@ -92,13 +87,13 @@ def _run(p: Problem, c: Config) -> Callable[..., Any]:
 
 KIND = Kind(
     draw=_draw,
-    chosen=lambda p: planes.config_for(*_product(p), _UNITS, *_how(p)),
+    chosen=lambda p: planes.config_for(*_product(p), _UNITS, _reads(p)),
     candidates=_candidates,
     microseconds=lambda p, c: c.microseconds(*_product(p), _UNITS),
     inputs=_inputs,
     run=_run,
     terms=lambda p, c: c.terms(*_product(p), _UNITS),
     config=lambda p, fields: Config(**fields),
-    group=lambda p: {(True, False): "numbers", (False, True): "standards"}.get(_how(p), "planes"),
+    group=lambda p: "numbers" if _reads(p) else "planes",
     plans=planes_product.plans,
 )

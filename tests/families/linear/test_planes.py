@@ -41,11 +41,10 @@ def place(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def split(
-    matrices: Sequence[Tensor], by_columns: Sequence[bool], standards: bool = False
-) -> list[Planes]:
-    sources = [Source(t, not way, way) for t, way in zip(matrices, by_columns, strict=True)]
-    return planes_split.split([s._replace(standards=(standards, standards)) for s in sources])
+def split(matrices: Sequence[Tensor], by_columns: Sequence[bool]) -> list[Planes]:
+    return planes_split.split(
+        [Source(t, not way, way) for t, way in zip(matrices, by_columns, strict=True)]
+    )
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
@@ -183,13 +182,12 @@ def multiply(
     a: Tensor | Source, b: Tensor, config: Config, turned: tuple[bool, bool] = (False, False)
 ) -> Tensor:
     """A Bᵀ, with A split before or there; ``turned``: operands that lie across K."""
-    (second,) = split((b.t().contiguous() if turned[1] else b,), turned[1:], config.standards)
+    (second,) = split((b.t().contiguous() if turned[1] else b,), turned[1:])
     source = a if isinstance(a, Source) else Source(a.t().contiguous() if turned[0] else a)
     if config.reads:
         assert planes_product.can_be_read(source)
         return planes_product.product(source, second, config=config)[0]
     ways = source._replace(by_rows=not turned[0], by_columns=turned[0])
-    ways = ways._replace(standards=(config.standards, config.standards))
     return planes_product.product(*planes_split.split([ways]), second, config=config)[0]
 
 
@@ -296,8 +294,8 @@ def test_added_to_what_is_there(n: int, slices: int) -> None:
     [
         (Config(64, 4), (False, False)),
         (Config(128, 2), (False, True)),
-        (Config(128, 3, standards=True), (False, True)),
-        (Config(64, 4, standards=True), (True, False)),
+        (Config(128, 3), (False, True)),
+        (Config(64, 4), (True, False)),
         (Config(128, 3, group_m=2), (True, True)),
         (Config(128, 3, group_m=1), (True, False)),
     ],
@@ -306,7 +304,7 @@ def test_added_to_what_is_there(n: int, slices: int) -> None:
 def test_every_configuration(config: Config, turned: tuple[bool, bool]) -> None:
     a, b = values(270, 330), values(400, 330, seed=1)
     planes = [
-        split((t.t().contiguous() if by_columns else t,), (by_columns,), config.standards)[0]
+        split((t.t().contiguous() if by_columns else t,), (by_columns,))[0]
         for t, by_columns in zip((a, b), turned, strict=True)
     ]
     for slices in (1, 2):
@@ -315,58 +313,32 @@ def test_every_configuration(config: Config, turned: tuple[bool, bool]) -> None:
         near(ours, a @ b.t(), a.double() @ b.double().t())
 
 
-@pytest.mark.parametrize("config", [Config(64, 4, standards=True), Config(128, 3, standards=True)])
+@pytest.mark.parametrize("config", [Config(64, 4), Config(128, 3)])
 @pytest.mark.parametrize("turned", [(False, False), (True, True)])
-def test_lines_on_their_standards(config: Config, turned: tuple[bool, bool]) -> None:
-    """No scale of theirs is looked at but those of the last k-tile."""
+def test_blocks_of_one_scale(config: Config, turned: tuple[bool, bool]) -> None:
+    """Of their lines' scales the first alone is looked at; other blocks are beside them."""
     a, b = values(150, 330), values(90, 330, seed=1)
     a[3], b[5], a[40, :64], b[:, 100:180] = 0, 0, 0, 0
-    a[90], a[9], b[7] = a[90] * 2.0**40, a[9] * 2.0**-70, b[7] * 2.0**60
-    a[11, 70], b[11, 70], a[12, 300] = 2.0**-27, 2.0**-30, 2.0**-26  # of the second level
-    given = [
-        t.t().contiguous() if by_columns else t
-        for t, by_columns in zip((a, b), turned, strict=True)
-    ]
-    planes = split(given, turned, True)
-    assert not any((one.small & 2).any() for one in planes)
-    assert all(one.small.any() for one in planes)
+    a[:64, 64:128] *= 2.0**30
+    a[90, 200:260], b[7, :64] = a[90, 200:260] * 2.0**40, float("inf")
+    planes = split(
+        [
+            t.t().contiguous() if by_columns else t
+            for t, by_columns in zip((a, b), turned, strict=True)
+        ],
+        turned,
+    )
+    uniform = [(one.small & 2).bool() for one in planes]
+    assert [(~found).sum() for found in uniform] == [2, 1]
+    both = uniform[0].all(1) & uniform[1].all(1)
+    assert both.tolist() == [False, True, True, False, False, True]
     for one in planes:
-        one.scales[:-2] = float("nan")
+        behind = torch.arange(one.scales.shape[1]) % 64 > 0
+        one.scales[1:3, behind] = one.scales[5:, behind] = float("nan")
     ours, _ = planes_product.product(*planes, config=config)  # type: ignore[misc]
-    b[7], ours[:, 7] = b[7] * 2.0**-60, ours[:, 7] * 2.0**-60
-    theirs, oracle = a @ b.t(), a.double() @ b.double().t()
-    for i in range(len(a)):
-        near(ours[i], theirs[i], oracle[i])
-
-
-def test_segments_apart_from_the_standard() -> None:
-    """Beyond the room above it, or of bits that it would cost."""
-    a = values(70, 256)
-    a[:, 64:] = a[:, 64:].clamp(-3, 3)
-    a[:64, 0] = 3.5
-    a[3, 130], a[66, 70], a[67, 200] = 2.0**9, 2.0**-55, float("inf")
-    a[2, 0] = 40.0
-    (planes,) = split((a,), (False,), True)
-    assert (planes.small & 2).bool().tolist() == [
-        [False, False],
-        [False, True],
-        [True, False],
-        [False, True],
-    ]
-    scales, standards = planes.scales[:-1], planes.scales[-1]
-    assert (scales != standards)[:, :70].nonzero().tolist() == [[1, 66], [2, 3], [3, 67]]
-    assert not (split((a,), (False,))[0].small & 2).eq(0).any()
-    far = values(70, 256)
-    far[:, :64] *= 2.0**9  # where its standard would put many numbers on the second level
-    assert (split((far,), (False,), True)[0].small == torch.tensor([[0], [2], [2], [2]])).all()
-    late = values(70, 256)
-    late[:, :64] = 0
-    assert (split((late,), (False,), True)[0].small == 0).all()
-    by_rows, by_columns = planes_split.split([Source(a, True, True, standards=(True, False))])
-    assert torch.equal(by_rows.small, planes.small)
-    assert torch.equal(by_rows.scales, planes.scales)
-    assert (by_columns.small & 2).all()
-    assert len(by_columns.scales) == 2
+    kept = torch.arange(90) != 7
+    theirs, oracle = a @ b[kept].t(), a.double() @ b[kept].double().t()
+    near(ours[:, kept], theirs, oracle)
 
 
 def test_rows_and_columns_of_any_scale() -> None:
@@ -407,7 +379,7 @@ def test_planes_are_the_numbers(m: int, k: int) -> None:
         for segment in range(0, kept.shape[1], 64):
             largest = kept[:, segment : segment + 64].abs().amax(1) / scales[:, segment]
             for block, lines in enumerate(largest.split(64)):
-                uniform = planes.small[segment // 64, block] & 4
+                uniform = planes.small[segment // 64, block] & 2
                 assert bool(uniform) == ((block if planes.by_columns else segment) > 0)
                 if uniform:
                     assert (
@@ -427,10 +399,10 @@ def test_planes_by_rows_are_those_by_columns_where_a_block_has_one_scale() -> No
     rows, columns, turned = planes_split.split((both, Source(x, by_columns=True)))
     shared = torch.ones(3, 4, dtype=torch.bool)
     shared[1, 1] = shared[2, 0] = False
-    assert torch.equal((columns.small & 8).bool(), shared)
-    assert torch.equal((rows.small.t() & 4).bool(), shared)
+    assert torch.equal((columns.small & 4).bool(), shared)
+    assert torch.equal((rows.small.t() & 2).bool(), shared)
     assert torch.equal(
-        (turned.small & 12), torch.tensor([[4, 0], [4, 4], [4, 4]], dtype=torch.int32)
+        (turned.small & 6), torch.tensor([[2, 0], [2, 2], [2, 2]], dtype=torch.int32)
     )
     assert columns.shared[0] is rows.high
     dpre[140, 3] = 1.0
@@ -561,9 +533,7 @@ def test_columns_without_planes(column: int) -> None:
     "config",
     [
         Config(64, 4),
-        Config(64, 4, standards=True),
         Config(128, 3, slices=2),
-        Config(128, 3, slices=2, standards=True),
         Config(64, 4, reads=True),
         Config(128, 2, reads=True),
     ],
@@ -627,7 +597,7 @@ def test_products_of_small_numbers_stay_in_range(
     a[:, 2::3] *= 2.0 ** (largest[0] - below[0])
     b[:, 2::3] *= 2.0 ** (largest[1] - below[1])
     for one, other in ((a, b), (b, a)):
-        for config in (Config(64, 4), Config(64, 4, standards=True), _DIRECT[0]):
+        for config in (Config(64, 4), _DIRECT[0]):
             ours = multiply(one, other, config)
             near(ours, one @ other.t(), one.double() @ other.double().t())
 
@@ -735,14 +705,13 @@ def test_many_numbers(m: int, k: int, n: int) -> None:
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("place", ["cuda"], indirect=True)
-@pytest.mark.parametrize("standards", [False, True])
 @pytest.mark.parametrize(("bn", "stages"), STAGES.items())
-def test_the_same_bits_every_time(bn: int, stages: int, standards: bool) -> None:
-    """Of many tiles a block; some are not on their standards, and some have small numbers."""
+def test_the_same_bits_every_time(bn: int, stages: int) -> None:
+    """Of many tiles a block; some blocks have several scales, and some small numbers."""
     x, weight = values(20_000, 700), values(900, 700, seed=1)
     x[5000:9000:7, 500], x[3000:4000, 65] = 2.0**30, 2.0**-28
-    a, b = split((x, weight), (False, False), standards)
-    config = Config(bn, stages, standards=standards)
+    a, b = split((x, weight), (False, False))
+    config = Config(bn, stages)
     first, _ = planes_product.product(a, b, config=config)
     alike(first, (x.double() @ weight.double().t()).float())
     for _ in range(100):

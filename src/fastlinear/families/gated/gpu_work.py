@@ -26,7 +26,6 @@ from fastlinear.families.gated.cuda.config import config_for
 from fastlinear.families.gated.problem import NAME, PIECES, STEP, has_down
 from fastlinear.families.gated.triton.config import product_config
 from fastlinear.families.linear import gpu_work as linear
-from fastlinear.families.linear.cuda.planes import standards_pay
 from fastlinear.families.linear.problem import problem as linear_act
 from fastlinear.fastpath.autograd_node import node_work
 
@@ -132,19 +131,13 @@ def _planes_parts(p: Problem) -> Iterator[tuple[int, tuple[str, ...]]]:
         yield rows.stop - rows.start, ("added",) if i else ()
 
 
-def _on_standards(p: Problem) -> bool:
-    """Whether planes are of lines with standards."""
-    m, k, h, n = _sizes(p)
-    return standards_pay(planes.row_parts(m, k, h, n)[0].stop, h, n, units())
-
-
-def _planes_pre_activations(p: Problem, m: int, standards: bool) -> tuple[Work, ...]:
+def _planes_pre_activations(p: Problem, m: int) -> tuple[Work, ...]:
     """Of m rows, but for the split of the weights."""
     _, k, h, _ = _sizes(p)
     x, _, _ = _layouts(p)
     rows, times = _stacked(p, h)
-    products = times * linear.product_of_planes(p, m, k, rows, standards=standards)
-    return call(_PLANES, 1 + times + standards), _split_x(p, m, k, x == "t"), *products
+    products = times * linear.product_of_planes(p, m, k, rows)
+    return call(_PLANES, 1 + times), _split_x(p, m, k, x == "t"), *products
 
 
 def _split_firsts(p: Problem) -> tuple[Work, ...]:
@@ -163,15 +156,13 @@ def _planes_forward(p: Problem) -> tuple[Work, ...]:
     _, _, h, n = _sizes(p)
     _, w, _ = _layouts(p)
     found = *_split_firsts(p), linear.split(p, n, h, w == "n", h)
-    standards = _on_standards(p)
     for m, _ in _planes_parts(p):
         derived = Work(
             *(f"{_PLANES} split", bytes_us(p, 3 * m * h), {"numbers": m * h}, ("derived",)),
             variants=(p.option("activation"),),
         )
-        down = linear.product_of_planes(p, m, h, n, standards=standards)
-        found += _planes_pre_activations(p, m, standards)
-        found += call(_PLANES, 2 + standards), derived, *down
+        found += _planes_pre_activations(p, m)
+        found += call(_PLANES, 2), derived, *linear.product_of_planes(p, m, h, n)
     return found
 
 
@@ -184,8 +175,7 @@ def _planes_backward(p: Problem) -> tuple[Work, ...]:
     sums = 3 if p.option("bias") == "yes" else 0
     weights = 2 * (linear.split(p, k, h, w == "t", k),)
     found = linear.split(p, h, n, w == "t", h), *weights, *(_split_firsts(p) if again else ())
-    standards = _on_standards(p)
-    product = partial(linear.product_of_planes, p, standards=standards)
+    product = partial(linear.product_of_planes, p)
     for m, added in _planes_parts(p):
         dy = Work(f"{_PLANES} split both ways", bytes_us(p, 3 * m * n), {"numbers": m * n})
         derived = Work(
@@ -193,9 +183,9 @@ def _planes_backward(p: Problem) -> tuple[Work, ...]:
             ("derived",),
             variants=(p.option("activation"),),
         )
-        found += _planes_pre_activations(p, m, standards) if again else ()
+        found += _planes_pre_activations(p, m) if again else ()
         x_turned = _split_x(p, k, m, x == "n")  # along its columns
-        found += call(_PLANES, 8 + sums + 2 * standards), dy, x_turned, derived
+        found += call(_PLANES, 8 + sums), dy, x_turned, derived
         found += *product(m, n, h), *product(n, m, h, *added), *2 * product(h, m, k, *added)
         found += *product(m, h, k), *product(m, h, k, "added")
     return found

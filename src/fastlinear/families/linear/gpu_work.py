@@ -180,9 +180,7 @@ def _planes(p: Problem, m: int, k: int, n: int, layout: str) -> tuple[Work, ...]
     reads = aligned and planes.split_late(m, n, k, units())
     splits = [] if reads else [split(p, m, k, turned, _row(p, first))]
     splits.append(split(p, n, k, layout[1] == "n", _row(p, second)))
-    standards = not reads and planes.standards_pay(m, n, k, units())
-    product = product_of_planes(p, m, k, n, reads=reads, standards=standards)
-    return call(f"{NAME} planes", 2 + standards), *splits, *product
+    return call(f"{NAME} planes", 2), *splits, *product_of_planes(p, m, k, n, reads=reads)
 
 
 def _triton_planes(kind: str, p: Problem, m: int, k: int, n: int, layout: str) -> tuple[Work, ...]:
@@ -214,11 +212,8 @@ def _planes_backward(p: Problem) -> tuple[Work, ...]:
         (activation,),
     )
     others = split(p, k, n, w == "t", _row(p, "w")), split(p, k, m, x == "n", _row(p, "x"))
-    of_dx, of_dw = (planes.standards_pay(*sizes, units()) for sizes in ((m, k, n), (n, k, m)))
-    launches = 3 + (p.option("bias") == "yes") + (of_dx or of_dw)
-    dx = product_of_planes(p, m, n, k, standards=of_dx)
-    dw = product_of_planes(p, n, m, k, standards=of_dw)
-    return call(f"{NAME} planes", launches), dpre, *others, *dx, *dw
+    dx, dw = product_of_planes(p, m, n, k), product_of_planes(p, n, m, k)
+    return call(f"{NAME} planes", 3 + (p.option("bias") == "yes")), dpre, *others, *dx, *dw
 
 
 def split(p: Problem, lines: int, k: int, turned: bool, row: int) -> Work:
@@ -242,19 +237,16 @@ def product_of_planes(
     n: int,
     *flags: str,
     reads: bool = False,
-    standards: bool = False,
     groups: int = 1,
     whole: bool = False,
 ) -> tuple[Work, ...]:
-    """The product (m, n) over k of operands that are split, or of which the first is read; what
-    standards cost is of it, but for their launch. ``whole``: K is not in slices."""
-    config = planes.config_for(m, n, k, units(), reads, standards, groups, whole)
+    """The product (m, n) over k of operands that are split, or of which the first is read.
+    ``whole``: K is not in slices."""
+    config = planes.config_for(m, n, k, units(), reads, groups, whole)
     us = config.microseconds(m, n, k, units(), groups) - planes.START_US
-    if standards:
-        us += planes.standards_us(m, n, k)
     sizes = {"m": m, "k": k, "n": n, "mkn": groups * m * k * n}
-    how = ("reads",) * reads + ("standards",) * standards
-    product = Work(f"{NAME} planes product", us, sizes, (f"tile:{config.bn}", *how, *flags))
+    how = f"tile:{config.bn}", *("reads",) * reads, *flags
+    product = Work(f"{NAME} planes product", us, sizes, how)
     if config.slices == 1:
         return (product,)
     sliced = replace(product, flags=(*product.flags, "sliced"))

@@ -24,7 +24,7 @@ from fastlinear.families.gated.stacking import (
     split_weights,
 )
 from fastlinear.families.linear.cuda.planes import Derivation, parts, why_not_of
-from fastlinear.families.linear.cuda.planes_product import gains_by_standards, product
+from fastlinear.families.linear.cuda.planes_product import product
 from fastlinear.families.linear.cuda.planes_split import Planes, Source, split
 
 # Numbers of the widest matrix of a part of the rows: planes of five exist at once, of 8 bytes.
@@ -33,13 +33,8 @@ _WEIGHTS = ("first", "second", "gate", "up", "down")
 _LEAST = 8  # products in a sum, of which each has 22 bits
 
 
-class Split(dict[tuple[str, bool], Planes]):
-    """Planes of operands by name, and whether they are by columns; all with standards, or none: the
-    product of the down projection stands for all."""
-
-    def __init__(self, standards: bool) -> None:
-        super().__init__()
-        self.standards = standards
+Split = dict[tuple[str, bool], Planes]
+"""Planes of operands by name, and whether they are by columns."""
 
 
 def reason_not(p: Problem) -> str | None:
@@ -76,7 +71,7 @@ def forward(
     kept = empty_pre(x, size, order) if save_pre else None
     y = x.new_empty(m, n)
     each = row_parts(m, k, size, n)
-    made = Split(gains_by_standards(x, each[0].stop, size, n))
+    made: Split = {}
     for rows in each:
         pre = empty_pre(x[rows], size, order) if kept is None else _of_rows(kept, rows)
         _pre_activations(x[rows], weights, biases, pre, made)
@@ -132,7 +127,7 @@ def backward(
     wide = (n, size, x.shape[1]) if inner or pre is None else (n, size)
     dx, *others = found
     each = row_parts(m, *wide)
-    made = Split(gains_by_standards(dy, each[0].stop, size, n))
+    made: Split = {}
     for i, rows in enumerate(each):
         at = None if pre is None else _of_rows(pre, rows)
         if at is None and any(needs[:6]):
@@ -198,9 +193,7 @@ def _backward_part(
 
 def _of_weights(made: Split) -> Split:
     """Those that all parts of the rows share."""
-    shared = Split(made.standards)
-    shared.update((name, planes) for name, planes in made.items() if name[0] in _WEIGHTS)
-    return shared
+    return {name: planes for name, planes in made.items() if name[0] in _WEIGHTS}
 
 
 def _split(made: Split, /, **sources: Source) -> Split:
@@ -213,8 +206,7 @@ def _split(made: Split, /, **sources: Source) -> Split:
             for turned, way in ((False, s.by_rows), (True, s.by_columns))
         )
         if by_rows or by_columns or s.sums is not None:
-            s = s._replace(by_rows=by_rows, by_columns=by_columns)
-            wanted[name] = s._replace(standards=(made.standards, made.standards))
+            wanted[name] = s._replace(by_rows=by_rows, by_columns=by_columns)
     if wanted:
         names = [
             (name, by_columns)

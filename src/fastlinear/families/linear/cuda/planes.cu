@@ -12,8 +12,7 @@
 // Where an operand has numbers small beside others of their BK, these have planes of their own, whose
 // scale is s / 2^29. Such a k-tile is multiplied more than once, for each pair of levels that exists.
 //
-// Where all lines of a tile keep their standards (STANDARDS; planes.h), no scale is looked at before its
-// end. Products with low planes, 2^11 below the others, are added up by the tensor cores all along.
+// Where blocks have one scale each (planes.h), lines' scales are not looked at.
 //
 // Tensor cores truncate while they add, so sums over BK numbers are promoted: scaled, with what is cut off
 // in the mean, and added up in registers, in float32. A block is a producer warpgroup and two consumers, of
@@ -31,13 +30,12 @@
 //
 // hopper_words.h, activations/cuda.h, hopper_async.h, planes.h and the parts of this file, planes_params.h
 // to planes_results.h, come before it. Macros from the host: BM (128) BN STAGES GROUP_M A_MN B_MN READS
-// GROUPED RAGGED STANDARDS SAVE HAS_BIAS ADDED A_DERIVED B_DERIVED ACT, IS_BF16 0, and the functions wgmma and
+// GROUPED RAGGED SAVE HAS_BIAS ADDED A_DERIVED B_DERIVED ACT, IS_BF16 0, and the functions wgmma and
 // wgmma_first for accumulators of BN / 2.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
 //   READS 1: A comes as numbers; its rows lie along K, and it is not derived.
-//   GROUPED 1: of several groups; without standards, A is not read, nothing is added.
+//   GROUPED 1: of several groups; A is not read, nothing is added.
 //   RAGGED: sizes of groups are in a table: of rows of A and of Y (1), which are not in slices; of K (2).
-//   STANDARDS 1: lines of both have standards; A is not read.
 //   SAVE 1: `pre` is written beside Y.
 //   ADDED 1: C is added to what Y holds; without bias and activation.
 //   A_DERIVED / B_DERIVED: how the operand is derived; where one is, the activation is its, and none of Y.
@@ -81,9 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) planes_product(const __
       const Results results{p, row, tile.n * BN, tile.slice, tile};
       pipe.long_tiles = static_cast<u32>(tile.depth + BK / 2 - 1) / BK;
       float sum[BN / 2] = {};
-      u32 told = LAST;
-      if (pipe.on_standards()) pipe.standard_tile(sum);
-      else told = RAGGED && results.is_empty() ? LAST : 0;
+      u32 told = RAGGED && results.is_empty() ? LAST : 0;
 #pragma unroll 1
       while (!(told & LAST)) {
         Scales s;

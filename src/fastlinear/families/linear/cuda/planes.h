@@ -8,9 +8,6 @@
 // Below that bits are lost: 2^-79 of the largest is the last step. These planes are written for segments
 // side by side, 64 of them or 16, where one has such a number, and `small` says where.
 //
-// Where lines have standards, a segment takes its line's as s where that keeps its bits. A standard is made
-// from one segment of the line, with room above: then most lines have one scale throughout.
-//
 // Some segments get no planes but zeros, and NO_PLANES in place of s: who multiplies then reads the
 // numbers themselves. They hold an infinity or NaN, or numbers so large or small that sums would leave
 // float32's range before both operands' s are in, or numbers that lie 2^29 below the largest in the mean,
@@ -48,12 +45,9 @@ struct Ragged {
 constexpr float NO_PLANES = -1.0f;
 constexpr int TOP = 14;                // where the largest number goes: 2^14 to 2^15
 constexpr int LEVEL = 29;              // bits between the levels; the mean number may lie so many below
-constexpr int ROOM = 5;                // bits between that segment's largest and the top of the standard
-constexpr float NEAR = 1 << 10;        // a standard is so many times a segment's own scale at most
 constexpr int HAS_SMALL = 1;           // of 64 lines' segments: there are planes of the second level
-constexpr int APART = 2;               // or some scale is not its line's standard, or there are none
-constexpr int UNIFORM = 4;             // all 64 have one scale
-constexpr int SHARED = 8;              // by columns: and the planes are those by rows
+constexpr int UNIFORM = 2;             // all 64 have one scale
+constexpr int SHARED = 4;              // by columns: and the planes are those by rows
 constexpr u32 LEAST = 1u << 13;        // the bits of 2^-136
 constexpr u32 MOST = (127 + 90) << 23; // of 2^90
 
@@ -136,19 +130,6 @@ struct Known {
     return narrow && in_range(largest) ? scale_of(largest) : NO_PLANES;
   }
 };
-
-// A segment's scale: its line's standard, where that is near its own and leaves its least number (as of
-// Span) a whole one of the second level; or its own. Far above it many numbers would be of that level.
-__device__ __forceinline__ float on_standard(float own, u32 least, float standard) {
-  const bool serves = own >= 0.0f && own <= standard && standard <= own * NEAR &&
-                      !below(least, standard / (1 << LEVEL));
-  return least == 0xffffffffu || serves ? standard : own;
-}
-
-// The standard of a line of which a segment's largest number has these bits; of zeros the least there is.
-__device__ __forceinline__ float standard_of(u32 largest) {
-  return in_range(largest) ? scale_of(largest) * (1 << ROOM) : 0x1p-126f;
-}
 
 // 1 / s
 __device__ __forceinline__ float inverse(float s) {

@@ -22,7 +22,7 @@ from fastlinear.kernels.cuda.hopper import ASYNC, BK, SHARED_LIMIT, WORDS, wgmma
 
 KERNEL, SUMS_KERNEL = "planes_product", "planes_sums"
 SPLIT_KERNEL, BIAS_KERNEL = "planes_split", "planes_bias"
-STANDARDS_KERNEL, GROUPS_KERNEL = "planes_standards", "planes_groups"
+GROUPS_KERNEL = "planes_groups"
 SPLIT_THREADS = GROUPS_THREADS = 256
 CAPABILITY = (9, 0)
 SEGMENT = 64
@@ -118,7 +118,6 @@ class Config:
         slices: that K is shared out in.
         reads: whether the first operand comes as numbers, which are split where they lie in shared
             memory.
-        standards: whether lines of both operands have standards.
     """
 
     bn: int = 128
@@ -126,7 +125,6 @@ class Config:
     group_m: int = 8
     slices: int = 1
     reads: bool = False
-    standards: bool = False
 
     @property
     def threads(self) -> int:
@@ -143,8 +141,6 @@ class Config:
         """Why this configuration cannot serve products of that depth, or None."""
         if self.bn not in STAGES:
             return f"{self.bn} columns"
-        if self.standards and self.reads:
-            return "standards of numbers that are read"
         if self.stages < 2 or self.shared_bytes > SHARED_LIMIT:
             return f"{self.shared_bytes} bytes of shared memory with {self.stages} stages"
         if (self.slices - 1) * slice_tiles(k, self.slices) >= ceil(k / BK):
@@ -163,8 +159,7 @@ class Config:
     def microseconds(self, m: int, n: int, k: int, units: int, groups: int = 1) -> float:
         """How long a launch takes, by a model."""
         terms = self.terms(m, n, k, units, groups)
-        kind = 2 if self.standards else int(self.reads)
-        return sum(us * t for us, t in zip(_US[kind], terms, strict=True))
+        return sum(us * t for us, t in zip(_US[self.reads], terms, strict=True))
 
 
 def source(
@@ -188,7 +183,6 @@ def source(
         "READS": int(config.reads),
         "GROUPED": int(grouped),
         "RAGGED": int(ragged),
-        "STANDARDS": int(config.standards),
         "A_MN": int(turned[0]),
         "B_MN": int(turned[1]),
         "A_DERIVED": int(derivations[0]),
@@ -229,25 +223,20 @@ def _text(macros: dict[str, str | int], instructions: str, *names: str) -> str:
 
 STAGES = {64: 4, 128: 3}
 """Of each width of tiles, as many as shared memory holds."""
-# Microseconds of each of ``terms``, of plain products, where numbers are read, and on standards:
-# fitted to 4,641 launches of drawn products on an H200 (``results/nvidia-h200/planes.jsonl.gz``).
+# Microseconds of each of ``terms``, of plain products and where numbers are read: fitted to 3,298
+# launches of drawn products on an H200 (``results/nvidia-h200/planes.jsonl.gz``).
 _US = (
     (0.7745, 1.65, 1.14, 2.288, 0.9683, 2.043, 1.505),
     (1.706, 0.7875, 1.998, 1.756, 2.394, 2.522, 1.32),
-    (0.8305, 1.633, 1.162, 2.758, 1.388, 2.041, 1.352),
 )
 START_US = _US[0][4]
 """Of it what any launch takes."""
 # Of a million numbers that are split beforehand: 65,536 rows of 256 take 36.2 us, of which any
 # launch takes 2.4 (``planes-layers.jsonl``).
 _SPLIT_US = 2.0
-# Of standards: of any in a call, then of a thousand lines, and of a million numbers that are put on
-# them. Set by hand after splits and whole layers of seven sizes (``planes-layers.jsonl``).
-_STANDARDS_START_US = 4.0
-_STANDARDS_US = 0.07, 0.06
-_LATE = 1.26
-"""What whole calls take where numbers are read, by what their product takes alone: of layers that
-were timed both ways (``planes-layers.jsonl``)."""
+_LATE = 1.07
+"""How much longer calls take than by this model where numbers are read, beside others: medians of
+layers that were timed both ways (``planes-layers.jsonl``)."""
 
 
 def slice_tiles(k: int, slices: int) -> int:
@@ -255,14 +244,12 @@ def slice_tiles(k: int, slices: int) -> int:
     return ceil(ceil(k / BK) / slices)
 
 
-def candidates(
-    m: int, n: int, k: int, reads: bool = False, standards: bool = False
-) -> Iterator[Config]:
+def candidates(m: int, n: int, k: int, reads: bool = False) -> Iterator[Config]:
     """All that a call chooses from; m, n, k: of the product, the rest as Config's."""
     k_tiles = ceil(k / BK)
     counts = {ceil(k_tiles / ceil(k_tiles / s)) for s in range(1, min(k_tiles, _MOST_SLICES) + 1)}
     for bn, stages in STAGES.items():
-        one = Config(bn, stages, reads=reads, standards=standards)
+        one = Config(bn, stages, reads=reads)
         while one.shared_bytes > SHARED_LIMIT:
             one = replace(one, stages=one.stages - 1)
         for slices in sorted(counts):
@@ -276,12 +263,11 @@ def config_for(
     k: int,
     units: int,
     reads: bool = False,
-    standards: bool = False,
     groups: int = 1,
     whole: bool = False,
 ) -> Config:
     """The configuration that is predicted to take the least time; ``whole``: without slices."""
-    found = (c for c in candidates(m, n, k, reads, standards) if c.slices == 1 or not whole)
+    found = (c for c in candidates(m, n, k, reads) if c.slices == 1 or not whole)
     return min(found, key=lambda c: c.microseconds(m, n, k, units, groups))
 
 
@@ -296,34 +282,9 @@ def ragged_config(
 
 
 @cache
-def standards_pay(m: int, n: int, k: int, units: int) -> bool:
-    """Whether a product of lines with standards is predicted to gain more than these cost."""
-    plain, with_standards = _of_planes(m, n, k, units)
-    return with_standards < plain
-
-
-def product_us(m: int, n: int, k: int, units: int) -> float:
-    """What a product of operands that are split is predicted to take, standards included."""
-    return min(_of_planes(m, n, k, units))
-
-
-def _of_planes(m: int, n: int, k: int, units: int) -> tuple[float, float]:
-    """Microseconds of a product of lines without standards, and of one with them and of these."""
-    plain, standard = (
-        config_for(m, n, k, units, standards=s).microseconds(m, n, k, units) for s in (False, True)
-    )
-    return plain, standard + _STANDARDS_START_US + standards_us(m, n, k)
-
-
-def standards_us(m: int, n: int, k: int) -> float:
-    """What standards of both operands take, but for a launch."""
-    lines, numbers = _STANDARDS_US
-    return lines * (m + n) / 1e3 + numbers * (m + n) * k / 1e6
-
-
-@cache
 def split_late(m: int, n: int, k: int, units: int) -> bool:
     """Whether a first operand that can be read is split where it is multiplied: where that is
     predicted to take less than a split beforehand and a product."""
     late = config_for(m, n, k, units, reads=True).microseconds(m, n, k, units)
-    return _LATE * late < product_us(m, n, k, units) + _SPLIT_US * m * k / 1e6
+    split = config_for(m, n, k, units).microseconds(m, n, k, units)
+    return _LATE * late < split + _SPLIT_US * m * k / 1e6

@@ -1,8 +1,7 @@
 """Backend ``planes`` of linear_act: float32 by three products of float16 on Hopper.
 
-A launch splits both operands into two planes of float16 each, where standards pay after one that
-finds these. Another multiplies, which may split the first operand itself. A sum over K that several
-blocks share is added up by one more.
+A launch splits both operands into two planes of float16 each. Another multiplies, which may split
+the first operand itself. A sum over K that several blocks share is added up by one more.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from torch import Tensor
 from fastlinear.families.linear.cuda.planes import AT_ONCE, Derivation, parts
 from fastlinear.families.linear.cuda.planes_product import (
     empty,
-    gains_by_standards,
     is_read,
     product,
     sides,
@@ -24,12 +22,6 @@ def _lines(source: Source) -> int:
     return source.numbers.shape[1 if source.by_columns else 0]
 
 
-def _with_standards(a: Source, b: Source, m: int, n: int, k: int) -> tuple[Source, Source]:
-    """What a product (M, N, K) is of, with standards of lines where these pay."""
-    standards = (gains_by_standards(a.numbers, m, n, k),) * 2
-    return a._replace(standards=standards), b._replace(standards=standards)
-
-
 def _of_rows(
     a: Source, b: Source, bias: Tensor | None = None, activation: str = "none", save: bool = False
 ) -> tuple[Tensor, Tensor | None]:
@@ -38,7 +30,6 @@ def _of_rows(
         (second,) = split((b,))
         return product(a._replace(by_rows=False), second, bias, activation, save)
     lines, width = a.numbers.shape
-    a, b = _with_standards(a, b, lines, _lines(b), width)
     each = parts(lines, width, AT_ONCE)
     if len(each) == 1:
         first, second = split((a, b))
@@ -55,8 +46,6 @@ def _of_rows(
 def _of_columns(a: Source, b: Source) -> Tensor | None:
     """``product`` of A by columns, in parts where it is large; None where it is but summed."""
     rows, columns = a.numbers.shape
-    if a.by_columns:
-        a, b = _with_standards(a, b, columns, b.numbers.shape[1], rows)
     each = parts(columns, rows, AT_ONCE)
     others = (b,) if a.by_columns else ()
     if len(each) == 1:
@@ -128,14 +117,9 @@ def backward(
     if not (for_dx and (for_dw or for_db)) or dy.numel() > AT_ONCE:
         dx = _of_rows(*by_rows)[0] if for_dx else None
         return dx, _of_columns(*by_columns) if for_dw or for_db else None, db
-    (m, n), k = dy.shape, weight.shape[1]
     if not for_dw:
-        first, second = split(_with_standards(by_rows[0]._replace(sums=db), by_rows[1], m, k, n))
+        first, second = split((by_rows[0]._replace(sums=db), by_rows[1]))
         return product(first, second)[0], None, db
-    of_dx, of_w = _with_standards(*by_rows, m, k, n)
-    of_dw, of_x = _with_standards(*by_columns, n, k, m)
-    standards = of_dx.standards[0], of_dw.standards[1]
-    rows, columns, w, turned = split(
-        (of_dw._replace(by_rows=True, standards=standards), of_w, of_x)
-    )
+    both, of_x = by_columns
+    rows, columns, w, turned = split((both._replace(by_rows=True), by_rows[1], of_x))
     return product(rows, w)[0], product(columns, turned)[0], db

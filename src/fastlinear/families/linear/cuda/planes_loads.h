@@ -30,13 +30,12 @@ __device__ __forceinline__ u32 scales_at(u32 base, int stage, u32 odd) {
   return base + SCALES_OFFSET + (odd * STAGES + stage) * SCALES_BYTES;
 }
 
-// What a step is, as consumers are told: its k-tile times 1024 and
+// What a step is, as consumers are told: its k-tile times 512 and
 constexpr u32 A_LEVEL = 1, B_LEVEL = 2;         // the levels of planes
 constexpr int A_BLOCKS = 2, B_BLOCKS = 4;       // from these bits on: which 64 lines have such planes
 constexpr u32 ALL_BLOCKS = 0x7c, LAST = 1 << 7; // of the tile
-constexpr u32 ON_STANDARDS = 1 << 8;            // all scales of the tile are their lines' standards
-constexpr u32 UNIFORM_STEP = 1 << 9;            // each 64 lines of the step have one scale
-constexpr int K_TILE = 10;
+constexpr u32 UNIFORM_STEP = 1 << 8;            // each 64 lines of the step have one scale
+constexpr int K_TILE = 9;
 
 // Whether lines of a k-tile have small numbers: rows, columns; read, not looked at.
 struct Small {
@@ -75,23 +74,6 @@ struct Small {
   }
 };
 
-// Whether no line of a tile has a scale apart from its standard along these k-tiles; asked by a warp.
-__device__ __forceinline__ bool on_standards(const Params& p, Tile tile, int begin, int end) {
-  const int each_a = p.a_lines / 64, each_b = p.b_lines / 64;
-  const int row = tile.m * (BM / 64), column = tile.n * (BN / 64);
-  int found = 0;
-#pragma unroll 1
-  for (int kt = begin + lane_id(); kt < end; kt += 32) {
-    const int* const rows = p.a_small + static_cast<long long>(kt) * each_a;
-    const int* const columns = p.b_small + static_cast<long long>(kt) * each_b;
-#pragma unroll
-    for (int i = 0; i < BM / 64; ++i) found |= rows[min(row + i, each_a - 1)];
-#pragma unroll
-    for (int i = 0; i < BN / 64; ++i) found |= columns[min(column + i, each_b - 1)];
-  }
-  return !__any_sync(0xffffffffu, found & APART);
-}
-
 // A stage is filled by a thread and a warp: load(stage, whether its turn is odd, its barrier, tile, k-tile,
 // what consumers are told).
 template <bool kWarp, class Load>
@@ -105,7 +87,6 @@ __device__ __forceinline__ void fill(const Params& p, u32 base, int first, int s
     int begin, end;
     tile.steps(p, begin, end);
     if (RAGGED && begin == end) continue;
-    const u32 kind = STANDARDS && kWarp && on_standards(p, tile, begin, end) ? ON_STANDARDS : 0;
     Small next;
     next.read(p, tile, begin);
 #pragma unroll 1
@@ -118,7 +99,7 @@ __device__ __forceinline__ void fill(const Params& p, u32 base, int first, int s
       for (u32 levels = 0; levels <= (found & kLevels); ++levels) {
         if (levels & ~found) continue;
         if (levels == 0 && last) found = small.bits();  // others' first steps need not wait for it
-        u32 told = static_cast<u32>(kt) << K_TILE | kind | levels;
+        u32 told = static_cast<u32>(kt) << K_TILE | levels;
         told |= (levels & A_LEVEL ? found : ALL_BLOCKS) & kA;
         told |= (levels & B_LEVEL ? found : ALL_BLOCKS) & kB;
         if (last && levels == (found & kLevels)) told |= LAST;

@@ -17,12 +17,10 @@ constexpr int CONSUMER_REGISTERS = READS ? 224 - SPLIT_REGISTERS : 232;
 constexpr u64 A_K_STEP = (A_MN ? 16 * 128 : 32) >> 4;
 constexpr u64 B_K_STEP = (B_MN ? 16 * 128 : 32) >> 4;
 
-constexpr u32 LOW_TILES = 64;  // k-tiles that products with low planes are added up over
 constexpr bool BOTH = !READS || BN <= 64;  // registers hold products of high planes and of others
 constexpr bool ANY_DERIVED = A_DERIVED != DERIVED_NONE || B_DERIVED != DERIVED_NONE;
 
 static_assert(BM == 128 && (BN == 64 || BN == 128), "BM, BN");
-static_assert(!STANDARDS || !(READS || GROUPED), "STANDARDS");
 static_assert(!GROUPED || !ADDED, "GROUPED");
 static_assert(!RAGGED || GROUPED, "RAGGED");
 static_assert(!READS || (!A_MN && A_DERIVED == DERIVED_NONE && !GROUPED), "READS");
@@ -34,7 +32,7 @@ struct Params {
   TensorMap a[4], b[4];                  // planes, high first; then of small numbers; or the numbers
   TensorMap a_shared[2], b_shared[2];    // by columns: planes by rows, where these serve
   const float *a_scales, *b_scales;      // (k-tiles, a_lines), (k-tiles, b_lines)
-  const int *a_small, *b_small;          // (k-tiles, lines / 64): HAS_SMALL and APART
+  const int *a_small, *b_small;          // (k-tiles, lines / 64): HAS_SMALL, UNIFORM, SHARED
   const float* plain[3][2];              // the numbers, or what they are derived from: of A, of B
   const float* bias;                     // (N) or null
   float *y, *pre;                        // (M, N) dense

@@ -20,7 +20,6 @@ from fastlinear.families.linear.cuda.planes import (
     slice_tiles,
     source,
     split_late,
-    standards_pay,
 )
 from fastlinear.families.linear.cuda.planes_split import (
     MADE,
@@ -186,11 +185,6 @@ def is_read(source: Source, n: int) -> bool:
     return can_be_read(source) and split_late(m, n, k, _units(source.numbers.device.index))
 
 
-def gains_by_standards(like: Tensor, m: int, n: int, k: int) -> bool:
-    """Whether standards of their lines pay for a product of split operands."""
-    return standards_pay(m, n, k, _units(like.device.index))
-
-
 def _along(t: Tensor, by_columns: bool) -> tuple[int, int]:
     """Strides along M (N) and along K."""
     rows, columns = t.stride()[-2:]
@@ -253,19 +247,16 @@ def product(
     first, second = _source(a), b.source
     device = b.high.device.index
     reads = isinstance(a, Source)
-    both = first.standards[a.by_columns] and second.standards[b.by_columns]
-    standards = both and not reads
     groups = second.groups if second.of_groups else 0
     assert first.of_groups == second.of_groups, "both are of groups"
     assert first.groups == second.groups, "both are of as many groups"
-    assert not groups or not (standards or reads or added), "groups are split, without standards"
+    assert not groups or not (reads or added), "groups are split, and nothing is added"
     ragged, way = raggedness(a, b)
     if config is None and ragged is not None:
         config = ragged_config(m, n, k, _units(device), groups, way)
     elif config is None:
-        config = config_for(m, n, k, _units(device), reads, standards, groups or 1)
+        config = config_for(m, n, k, _units(device), reads, groups or 1)
     assert config.reads == reads, "the configuration is for other operands"
-    assert standards or not config.standards, "lines have no standards"
     if (why := config.invalid(k)) is not None:
         raise UnsupportedError("linear_act (planes backend)", "a configuration", why, _REMEDY)
     if bias is not None and not bias.is_contiguous():

@@ -4,11 +4,10 @@
 // columns, or both ways. A matrix may be derived from others, with the activation ACT (planes.h). It may be
 // of several groups of rows, each of which begins with a block of its own: zeros lie between their planes.
 // Of groups whose sizes only the device knows, a table says which rows a block has (Ragged).
-// Standards of lines come before it, from planes_standards. Sums over rows, a bias' gradient, are those
-// of 64 rows here, of all in planes_bias.
+// Sums over rows, a bias' gradient, are those of 64 rows here, of all in planes_bias.
 //
 // hopper_words.h, with IS_BF16 0, activations/cuda.h, hopper_async.h and planes.h come before this file.
-// GROUPED 1: of several groups; without standards. RAGGED 1: some matrices' sizes are in the table.
+// GROUPED 1: of several groups. RAGGED 1: some matrices' sizes are in the table.
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, FOURS = SEGMENT / 4;
 
@@ -19,9 +18,8 @@ __device__ __forceinline__ float4 scaled(float4 v, float4 s) {
 // Where planes of one way go.
 struct Side {
   unsigned short* planes[4];  // (rows, pitch): high, low, and those of the second level
-  float* scales;              // (segments, lines), lines a multiple of 64; null: this way is not wanted;
-                              // and behind them the lines' standards
-  int* small;                 // (segments, lines / 64): HAS_SMALL and APART
+  float* scales;              // (segments, lines), lines a multiple of 64; null: this way is not wanted
+  int* small;                 // (segments, lines / 64): HAS_SMALL, UNIFORM, SHARED
   long long lines;
 };
 
@@ -36,22 +34,9 @@ struct Matrix {
   int first, across;     // its first block; its blocks beside each other
   int derivation;        // how it is derived
   int together;          // matrices up to the last with this first block, which take their blocks by turns
-  int standards;         // whether lines have standards: by rows (1), by columns (2)
   int down;              // a group's blocks below each other
   int made;              // rows of planes: of several groups all that their blocks have
   int ragged;            // whether the table says which rows a block has
-
-  // Blocks of 64 lines that have standards.
-  __device__ __forceinline__ int blocks_with_standards(bool by_columns) const {
-    const Side& way = by_columns ? this->by_columns : by_rows;
-    return standards >> by_columns & 1 ? static_cast<int>(way.lines / SEGMENT) : 0;
-  }
-
-  __device__ __forceinline__ float* standards_of(bool by_columns) const {
-    const Side& way = by_columns ? this->by_columns : by_rows;
-    const int segments = ((by_columns ? rows : columns) + SEGMENT - 1) / SEGMENT;
-    return way.scales + segments * way.lines;
-  }
 
   // Numbers c to c + 3 of four rows of one of the matrices, 0 behind its ends. All are under way before the
   // first is looked at: no branch lies between.
@@ -106,17 +91,13 @@ struct Matrix {
     }
   }
 
-  // All planes of a thread's numbers, of which some may be `small`, or on scales `apart` from standards.
+  // All planes of a thread's numbers, of which some may be `small`.
   __device__ __forceinline__ void put(const Side& to, int segment, int line, int row, int c,
-                                      const float4 (&v)[4], bool small, bool with_standards,
-                                      bool apart) const {
+                                      const float4 (&v)[4], bool small) const {
     if (small) put<1>(to, row, c, v);
     else put<0>(to, row, c, v);
     const bool found = __syncthreads_or(small);
-    const bool any_apart = !with_standards || __syncthreads_or(apart);
-    if (threadIdx.x == 0)
-      to.small[segment * (to.lines / SEGMENT) + line] =
-          (found ? HAS_SMALL : 0) | (any_apart ? APART : 0);
+    if (threadIdx.x == 0) to.small[segment * (to.lines / SEGMENT) + line] = found ? HAS_SMALL : 0;
     if (found) put<2>(to, row, c, v);
   }
 
@@ -129,14 +110,13 @@ struct Matrix {
     for (int i = 0; i < 4; ++i) v[i] = scaled(v[i], {s, s, s, s});
     if (by_rows.scales) {
       if (own < SEGMENT) by_rows.scales[right * by_rows.lines + down * SEGMENT + own] = s;
-      if (own == 0) by_rows.small[right * (by_rows.lines / SEGMENT) + down] = APART | UNIFORM;
+      if (own == 0) by_rows.small[right * (by_rows.lines / SEGMENT) + down] = UNIFORM;
       put<0>(by_rows, row, c, v);
     }
     if (by_columns.scales) {
       if (own < SEGMENT) by_columns.scales[down * by_columns.lines + right * SEGMENT + own] = s;
       if (own == 0)
-        by_columns.small[down * (by_columns.lines / SEGMENT) + right] =
-            APART | UNIFORM | (shared ? SHARED : 0);
+        by_columns.small[down * (by_columns.lines / SEGMENT) + right] = UNIFORM | (shared ? SHARED : 0);
       if (!shared) put<0>(by_columns, row, c, v);
     }
   }
@@ -215,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
   const int down = tile / m.across, right = tile - down * m.across;
   const int own = threadIdx.x, warp = own / 32, four = own % FOURS;
   const int row = down * SEGMENT + own / FOURS * 4, column = right * SEGMENT + 4 * four;
-  float4 v[4], of_rows = {};  // and lines' standards
+  float4 v[4];
   if (RAGGED && m.ragged) {
     const Lines lines = p.groups.of_blocks()[down];
     if (lines.group < 0) {
@@ -227,13 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
     const int group = GROUPED ? down / m.down : 0;
     m.read({0, m.rows, group, 0}, row - group * m.down * SEGMENT, column, v);
   }
-  float of_own = 0.0f;
-  const bool with_row = m.standards & 1, with_column = m.standards & 2;  // of rows', of columns' standards
-  if (with_row)
-    of_rows = *reinterpret_cast<const float4*>(m.standards_of(false) + row);
-  if (with_column && own < SEGMENT)
-    of_own = m.standards_of(true)[right * SEGMENT + own];
-  if (!m.standards) {
+  {
     Span own_span;
 #pragma unroll
     for (const float4& x : v) own_span.add(x.x), own_span.add(x.y), own_span.add(x.z), own_span.add(x.w);
@@ -254,18 +228,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
     for (int i = 0; i < WARPS; ++i) sum += sums[i][own];
     m.sums[static_cast<long long>(down) * m.columns + place] = sum;
   }
-  if (!m.standards) {
-    const Span all = of_block(of_warps);
-    if (all.is_uniform()) {
-      m.put_uniform(down, right, row, column, all.scale(), v);
-      return;
-    }
+  const Span all = of_block(of_warps);
+  if (all.is_uniform()) {
+    m.put_uniform(down, right, row, column, all.scale(), v);
+    return;
   }
   if (m.by_columns.scales) tell_columns<Span>(told[warp], v);
   if (m.by_rows.scales) {
     float s[4];
     u32 least[4];
-    bool tells = true, small = false, apart = false;
+    bool tells = true, small = false;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Span span = of_row<Span>(v[i]);
@@ -276,14 +248,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[i] = of_row<Known>(v[i]).scale();
     }
-    if (with_row) {
-      const float standards[4] = {of_rows.x, of_rows.y, of_rows.z, of_rows.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        s[i] = on_standard(s[i], least[i], standards[i]);
-        apart |= s[i] != standards[i];
-      }
-    }
     float* const to = m.by_rows.scales + right * m.by_rows.lines + row;
     if (four == 0) *reinterpret_cast<float4*>(to) = {s[0], s[1], s[2], s[3]};
     float4 on_scale[4];
@@ -292,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
       small |= s[i] >= 0.0f && below(least[i], s[i]);
       on_scale[i] = scaled(v[i], {s[i], s[i], s[i], s[i]});
     }
-    m.put(m.by_rows, right, down, row, column, on_scale, small, with_row, apart);
+    m.put(m.by_rows, right, down, row, column, on_scale, small);
   }
   if (!m.by_columns.scales) return;
   __syncthreads();
@@ -304,60 +268,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
     __syncthreads();
     if (own < SEGMENT) s = of_column<Known>(told, own).scale();
   }
-  bool apart = false;
-  if (own < SEGMENT && with_column) {
-    s = on_standard(s, span.least, of_own);
-    apart = s != of_own;
-  }
   if (own < SEGMENT)
     reinterpret_cast<float*>(scales)[own] = m.by_columns.scales[down * m.by_columns.lines + place] = s;
   const bool small = __syncthreads_or(s >= 0.0f && below(span.least, s));
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = scaled(v[i], scales[four]);
-  m.put(m.by_columns, down, right, row, column, v, small, with_column, apart);
-}
-
-// Standards of 64 lines, from their first segments; where these are nothing but zeros, from later ones. A
-// line's own zeros there leave it to its neighbours.
-extern "C" __global__ void __launch_bounds__(THREADS) planes_standards(const __grid_constant__ Params p) {
-  __shared__ uint2 told[WARPS][SEGMENT];
-  wait_for_previous();
-  let_next_start();
-  int which = 0, block = blockIdx.x;
-  for (;; ++which) {
-    const Matrix& m = p.of[which];
-    const int own = m.blocks_with_standards(false) + m.blocks_with_standards(true);
-    if (block < own) break;
-    block -= own;
-  }
-  const Matrix& m = p.of[which];
-  const bool by_columns = block >= m.blocks_with_standards(false);
-  if (by_columns) block -= m.blocks_with_standards(false);
-  const int own = threadIdx.x, four = own % FOURS, line = block * SEGMENT;
-  const int depth = by_columns ? m.rows : m.columns, step = (depth / (4 * SEGMENT) + 1) * SEGMENT;
-  float4 v[4];
-  for (int k = 0, found = 0; !found && k < depth; k += step) {
-    m.read(0, {0, m.rows, 0, 0}, (by_columns ? k : line) + own / FOURS * 4, (by_columns ? line : k) + 4 * four, v);
-    tell_columns<Span>(told[own / 32], v);
-    u32 any = 0;
-    for (const float4& x : v)
-      any |= __float_as_uint(x.x) | __float_as_uint(x.y) | __float_as_uint(x.z) | __float_as_uint(x.w);
-    found = __syncthreads_or(any << 1 != 0);
-  }
-  float* const to = m.standards_of(by_columns) + line;
-  const auto write = [&](int i, u32 largest) {
-    for (int j = 0; !largest && j < SEGMENT; ++j) largest = max(largest, of_column<Span>(told, j).largest);
-    to[i] = standard_of(largest);
-  };
-  if (by_columns) {
-    if (own < SEGMENT) write(own, of_column<Span>(told, own).largest);
-    return;
-  }
-#pragma unroll 1
-  for (int i = 0; i < 4; ++i) {
-    const u32 largest = of_row<Span>(i == 0 ? v[0] : i == 1 ? v[1] : i == 2 ? v[2] : v[3]).largest;
-    if (four == 0) write(own / FOURS * 4 + i, largest);
-  }
+  m.put(m.by_columns, down, right, row, column, v, small);
 }
 
 struct Bias {

@@ -1,5 +1,5 @@
 """Matrices of float32 as matrices of float16, by ``planes_split.cu``: a launch for a product or a
-whole backward, and one before it that finds standards."""
+whole backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fastlinear.families.linear.cuda.planes import (
     GROUPS_THREADS,
     SPLIT_KERNEL,
     SPLIT_THREADS,
-    STANDARDS_KERNEL,
     Derivation,
     groups_source,
     pitch,
@@ -99,8 +98,6 @@ class Source(NamedTuple):
         saved, other: of that shape, where its derivation reads them.
         activation: of its derivation; one for all that are split together.
         sums: memory for its sums over rows, (columns,) or (groups, columns).
-        standards: whether lines have standards, by rows and by columns: products of two such
-            matrices gain by them. Those of groups have none.
     """
 
     numbers: Tensor
@@ -111,7 +108,6 @@ class Source(NamedTuple):
     other: Tensor | None = None
     activation: str = "none"
     sums: Tensor | None = None
-    standards: tuple[bool, bool] = (False, False)
     ragged: Ragged | None = None
 
     @property
@@ -174,9 +170,9 @@ class Planes(NamedTuple):
         high, low: of numbers that are not small beside others of their segment.
         small_high, small_low: of those that are; not written where there are none.
         scales: (segments of 64 along K, lines: rows or columns and more); -1 where there are no
-            planes. Behind them, in a row more, lines' standards, where they have any.
-        small: (segments, lines / 64): 1 where there are small numbers, and 2 where a line's scale
-            is not its standard.
+            planes.
+        small: (segments, lines / 64): bits: 1 where there are small numbers, 2 where a block has
+            one scale, 4 where its planes are ``shared``.
         source: the matrix.
         by_columns: whether K is the dimension of rows.
         shared: high and low by rows, of a matrix split both ways: where a block has one scale, they
@@ -222,7 +218,7 @@ def _side_by_side(source: Source) -> tuple[Source, bool]:
     turned = t.stride(-2) == 1 < t.stride(-1) and t.shape[-2] > 1 and source.ragged is None
     if turned and source.derivation is Derivation.NONE and source.sums is None:
         ways = source.by_columns, source.by_rows
-        return Source(t.transpose(-2, -1), *ways, standards=source.standards[::-1]), True
+        return Source(t.transpose(-2, -1), *ways), True
     return source.replaced(_dense), False
 
 
@@ -272,7 +268,7 @@ def split(sources: Sequence[Source]) -> list[Planes]:
 def _facts(source: Source) -> tuple[object, ...]:
     ways, derivation = (source.by_rows, source.by_columns), (source.derivation, source.activation)
     read = [None if t is None else (*t.stride()[:-1], t.data_ptr() % 16) for t in source.read]
-    more = source.sums is None, source.standards, source.ragged and source.ragged.facts
+    more = source.sums is None, source.ragged and source.ragged.facts
     return (source.numbers.shape, *read, *ways, *derivation, *more)
 
 
@@ -282,7 +278,7 @@ def _side(source: Source, by_columns: bool) -> Planes:
     planes = t.new_empty(4, rows, pitch(columns), dtype=torch.float16)[:, :, :columns]
     k, lines = (rows, columns) if by_columns else (columns, rows)
     segments, blocks = up(k, BK) // BK, up(lines, BK) // BK
-    scales = t.new_empty(segments + source.standards[by_columns], blocks * BK)
+    scales = t.new_empty(segments, blocks * BK)
     small = t.new_empty(segments, blocks, dtype=torch.int32)
     high, low, small_high, small_low = planes
     return Planes(high, low, small_high, small_low, scales, small, source, by_columns)
@@ -302,9 +298,6 @@ class _SplitPlan:
         def run(kernel: str, block: Block, blocks: int) -> None:
             self._runs.append(prepared(text, kernel, block, SPLIT_THREADS, blocks, device))
 
-        lines = sum(_blocks_with_standards(s) for s in sources)
-        if lines:
-            run(STANDARDS_KERNEL, _parameters(sources, turns)[0], lines)
         run(SPLIT_KERNEL, *_parameters(sources, turns))  # each launch has memory of its own
         for i, one in enumerate(sources):
             if one.sums is None:
@@ -332,18 +325,6 @@ def _blocks(source: Source) -> tuple[int, int]:
     return source.groups * rows, columns
 
 
-def _ways_with_standards(source: Source) -> tuple[bool, bool]:
-    by_rows, by_columns = source.standards
-    return by_rows and source.by_rows, by_columns and source.by_columns
-
-
-def _blocks_with_standards(source: Source) -> int:
-    """Of a matrix, blocks of 64 lines that have standards."""
-    return sum(
-        n * way for n, way in zip(_blocks(source), _ways_with_standards(source), strict=True)
-    )
-
-
 def _parameters(sources: Sequence[Source], turns: Turns) -> tuple[Block, int]:
     """What ``planes_split.cu`` is told of all matrices, and how many blocks these have."""
     block, first = Block(_SPLIT_BYTES), 0
@@ -364,10 +345,9 @@ def _parameters(sources: Sequence[Source], turns: Turns) -> tuple[Block, int]:
         strides = [0 if t is None else t.stride(-2) for t in one.read]
         apart = [0 if t is None or t.dim() == 2 else t.stride(0) for t in one.read]
         table = rows, columns, pitch(columns), int(wide), first, across
-        by_rows, by_columns = _ways_with_standards(one)
-        how = one.derivation, turns[i][1], by_rows + 2 * by_columns, down // one.groups, made
+        how = one.derivation, turns[i][1], down // one.groups, made
         told = *strides, *apart, *table, *how, int(one.ragged is not None)
-        block.numbers(at + 2 * _SIDE_BYTES, f"{2 * READ}q12i", *told)
+        block.numbers(at + 2 * _SIDE_BYTES, f"{2 * READ}q11i", *told)
         if turns[i][0] == turns[i][1] - 1:
             first += down * across * turns[i][1]
     _put_ragged(block, _OF_GROUPS, sources, next((s.ragged for s in sources if s.ragged), None))

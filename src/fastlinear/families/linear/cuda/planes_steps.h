@@ -74,17 +74,6 @@ __device__ __forceinline__ void promote_small(float (&sum)[BN / 2], const float 
   }
 }
 
-// sum += acc where there are such planes, with 2^-29 for each second level of a step.
-__device__ __forceinline__ void add_small(float (&sum)[BN / 2], const float (&acc)[BN / 2], u32 told,
-                                          int consumer) {
-  constexpr float kLevel = 1.0f / (1 << 29);
-  const float level = (told & A_LEVEL ? kLevel : 1.0f) * (told & B_LEVEL ? kLevel : 1.0f);
-#pragma unroll
-  for (int i = 0; i < BN / 2; ++i)
-    if (told >> (A_BLOCKS + consumer) & told >> (B_BLOCKS + i / 32) & 1)
-      sum[i] = fmaf(acc[i], level, sum[i]);
-}
-
 struct Pipe {
   u32 base;
   int consumer, warp, stage;
@@ -133,76 +122,6 @@ struct Pipe {
       found |= column.x < 0.0f || column.y < 0.0f;
     }
     return __any_sync(0xffffffffu, found);
-  }
-
-  // Whether the tile that comes next is on its lines' standards.
-  __device__ __forceinline__ bool on_standards() const {
-    if (!STANDARDS) return false;
-    mbar_wait(base + BAR_OFFSET + stage * 8, phase);
-    return load_shared32(scales() + TOLD_OFFSET) & ON_STANDARDS;
-  }
-
-  // sum = the products of such a tile.
-  __device__ __forceinline__ void standard_tile(float (&sum)[BN / 2]) {
-    constexpr float kLow = 1.0f / 2048.0f;
-    float low[BN / 2] = {};
-    for (bool last = false; !last; next()) {
-      mbar_wait(base + BAR_OFFSET + stage * 8, phase);
-      const u32 told = load_shared32(scales() + TOLD_OFFSET);
-      last = told & LAST;
-      const u32 at = base + stage * STAGE_BYTES;
-      const u64 a_high = make_desc<A_MN>(at + consumer * (A_BYTES / 2)), a_low = a_high + (A_BYTES >> 4);
-      const u64 b_high = make_desc<B_MN>(at + A_STAGE), b_low = b_high + (B_BYTES >> 4);
-      float high[BN / 2];
-      begin_turn(consumer);
-      wgmma_fence();
-      if (told & (A_LEVEL | B_LEVEL)) {
-        multiply<true>(high, a_high, b_low);
-        multiply<false>(high, a_low, b_high);
-        wgmma_commit();
-        wgmma_wait<0>();
-        settle(high);
-        scale(high, kLow, kLow);
-        wgmma_fence();
-        multiply<false>(high, a_high, b_high);
-      } else {
-        multiply<false>(low, a_high, b_low);
-        multiply<false>(low, a_low, b_high);
-        multiply<true>(high, a_high, b_high);
-      }
-      wgmma_commit();
-      end_turn(consumer);
-      wgmma_wait<0>();
-      settle(low);
-      settle(high);
-      release();
-      if (told & (A_LEVEL | B_LEVEL)) {
-        add_small(sum, high, told, consumer);
-      } else {
-        const float more = restored(told);
-#pragma unroll
-        for (int i = 0; i < BN / 2; ++i) sum[i] = fmaf(high[i], more, sum[i]);
-      }
-      if (last || (told >> K_TILE) % LOW_TILES == LOW_TILES - 1) {
-#pragma unroll
-        for (int i = 0; i < BN / 2; ++i) sum[i] = fmaf(low[i], kLow, sum[i]), low[i] = 0.0f;
-      }
-      if (last) on_scales(sum);
-    }
-  }
-
-  // sum *= rows' and columns' scales of a step, the larger first: nothing leaves float32's range before.
-  __device__ __forceinline__ void on_scales(float (&sum)[BN / 2]) const {
-    Scales rows;
-    read_scales(rows);
-    const u32 columns = scales() + 4 * BM + 8 * (lane_id() & 3);
-#pragma unroll
-    for (int i = 0; i < BN / 2; i += 2) {
-      const float2 s = load_shared64(columns + 8 * (i & ~3));
-      const float row = i & 2 ? rows.lower : rows.upper;
-      sum[i] = sum[i] * fmaxf(row, s.x) * fminf(row, s.x);
-      sum[i + 1] = sum[i + 1] * fmaxf(row, s.y) * fminf(row, s.y);
-    }
   }
 
   // acc = the products of planes with rows' scales, which are known once `meanwhile` has run, while the
