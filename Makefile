@@ -1,6 +1,7 @@
 # make demo   optimize four models, end with a table, plans and reports (no GPU needed)
 # make test   run the tests
 # make test-quick  run a short choice of them, for less than 90 s on two cores (first run: minutes)
+# make matrix  run tests/matrix.txt with the constrained versions, then with the newest ones
 # make check  format, lint, types, import layers, documentation examples, tests
 # make fuzz   random calls of every op, for SECONDS=600 from SEED=0 on
 # make sanitize  small calls of every kernel: C++ under address and undefined-behaviour sanitizers,
@@ -18,6 +19,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; 
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
 	>/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV := .venv
+NEWEST := .venv-newest
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 ifdef FASTLINEAR_PYTHON
@@ -32,7 +34,7 @@ TEST_READY := $(VENV)/.ready-test
 CHECK_READY := $(VENV)/.ready-check
 endif
 
-.PHONY: help demo test test-quick fuzz check lint gpu sanitize clean
+.PHONY: help demo test test-quick matrix fuzz check lint gpu sanitize clean
 
 help:
 	@grep '^# make' Makefile | sed 's/^# //'
@@ -48,6 +50,12 @@ test-quick: $(TEST_READY)
 	mkdir -p -m 700 .test-builds
 	HF_HUB_OFFLINE=1 FASTLINEAR_TESTS_BUILDS=$(CURDIR)/.test-builds \
 		$(RUN) -m pytest -q -n 2 -m "not gpu and not slow" @tests/quick.txt
+
+# What depends on versions: compiled and interpreted Triton kernels, registered ops, rewriting.
+MATRIX = -m pytest -q -n 2 -m "not gpu" @tests/matrix.txt
+matrix: $(TEST_READY) $(NEWEST)/.ready
+	HF_HUB_OFFLINE=1 $(RUN) $(MATRIX)
+	HF_HUB_OFFLINE=1 $(NEWEST)/bin/python $(MATRIX)
 
 SEED ?= 0
 SECONDS ?= 600
@@ -91,6 +99,12 @@ $(VENV)/.ready-demo: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/.ready-test: $(VENV)/.ready-demo
 	$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(PIP) 'triton==3.6.0' || true
 	$(PIP) -e '.[models,plots,test]'
+	@touch $@
+
+# No constraints: what "pip install fastlinear" brings today, which "rm -r .venv-newest" renews.
+$(NEWEST)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[models,plots,test]'
 	@touch $@
 
 $(VENV)/.ready-check: $(VENV)/.ready-test

@@ -16,6 +16,7 @@ import torch
 from typer.testing import Result
 
 from fastlinear.cli.load import default_device
+from fastlinear.core import environment
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.backend import families
@@ -337,6 +338,15 @@ def test_doctor_has_no_side_effects(run: Run, tmp_path: Path) -> None:
     assert mlp["whole_cuda"]["why_not"] == "its kernels run on CUDA devices only"
     assert sorted(tmp_path.rglob("*")) == before
     assert "Backends" in run("doctor").stdout
+
+
+def test_doctor_names_an_untested_version(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "TESTED", {"torch": ("1.0", "1.1")})
+    (told,) = data_of(run("doctor", "--json"))["untested"]
+    assert told.startswith("torch ")
+    assert told.endswith("(tested: 1.0 to 1.1)")
+    (line,) = (one for one in run("doctor").stdout.splitlines() if one.startswith("Untested"))
+    assert told in line
 
 
 def test_doctor_names_what_a_backend_is_only_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import fastlinear
 from fastlinear.core import environment as module
-from fastlinear.core.environment import environment
+from fastlinear.core.environment import environment, untested
 
 
 def test_carries_versions_device_threads_and_flags() -> None:
@@ -62,3 +62,14 @@ def test_a_cpu_environment_imports_no_triton_and_wakes_no_gpu() -> None:
         "assert not torch.cuda.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_untested_versions_are_told() -> None:
+    assert untested({"torch": "2.11.0+cu130", "triton": "3.9.1", "transformers": "5.23.0"}) == []
+    assert untested({"torch": "2.13.0", "triton": "not installed"}) == []
+    told = untested({"torch": "3.0.0", "triton": "3.10.0", "transformers": "5.0.1"})
+    assert [line.split(" (")[0] for line in told] == [
+        "torch 3.0.0",
+        "triton 3.10.0",
+        "transformers 5.0.1",
+    ]

@@ -62,6 +62,15 @@ if INTERPRETED:
         return _known[kind.name]
 
     interpreter._get_np_dtype = _get_np_dtype
+    _splat = interpreter.InterpreterBuilder.create_splat
+
+    def _create_splat(self: Any, kind: Any, value: Any) -> Any:
+        # Triton 3.9 spreads a comparison as numbers of the type that it compared, no mask.
+        if value.data.dtype == bool:
+            value = interpreter.TensorHandle(value.data, tl.int1)
+        return _splat(self, kind, value)
+
+    interpreter.InterpreterBuilder.create_splat = _create_splat
 
 
 def run_interpreted(file: str) -> None:

@@ -25,6 +25,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fastlinear.kernels.triton.launch import OPTIONS
+
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
@@ -77,7 +79,7 @@ def compile_for(
 ) -> Any:
     """A kernel specialised so, for compute capability ``arch``."""
     source = ASTSource(kernel, signature, constants, attributes)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = OPTIONS | {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

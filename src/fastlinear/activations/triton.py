@@ -1,7 +1,8 @@
 """Triton device functions: every activation and its derivative, chosen at compile time.
 
-All of them take and return float32 tensors of any shape. ``MATH`` picks how transcendental
-functions are evaluated:
+All of them take and return float32 tensors of any shape. A tensor stands before a named constant:
+under Triton 3.9's interpreter a constant times a tensor is no tensor. ``MATH`` picks how
+transcendental functions are evaluated:
 
 - ``"exact"``: float32-accurate; for float32 results.
 - ``"fast"``: one or two ``exp2`` and at most one division per element; for 16-bit results.
@@ -44,7 +45,7 @@ def _exp(x, MATH: tl.constexpr):
         p = p * r + 1.0
         return p * tl.exp2(n)
     else:
-        return tl.exp2(_LOG2E * x)
+        return tl.exp2(x * _LOG2E)
 
 
 @triton.jit
@@ -206,7 +207,7 @@ def activation(x, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
         r = tl.where(x < 0, 0.0, x)
         return r * r
     elif ACTIVATION == "leaky_relu":
-        return tl.where(x < 0, _LEAKY_SLOPE * x, x)
+        return tl.where(x < 0, x * _LEAKY_SLOPE, x)
     elif ACTIVATION == "sigmoid":
         return _sigmoid(0.5 * x, MATH)
     elif ACTIVATION == "tanh":
@@ -214,10 +215,10 @@ def activation(x, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
     elif ACTIVATION == "silu":
         return _times_sigmoid(x, 0.5 * x, MATH)
     elif ACTIVATION == "quick_gelu":
-        return _times_sigmoid(x, (0.5 * _QUICK_GELU) * x, MATH)
+        return _times_sigmoid(x, x * (0.5 * _QUICK_GELU), MATH)
     elif ACTIVATION == "gelu_tanh":
         # 0.5 x (1 + tanh u) = x sigmoid(2u)
-        u = x * (_SQRT_2_OVER_PI + (_SQRT_2_OVER_PI * _GELU_CUBIC) * (x * x))
+        u = x * ((x * x) * (_SQRT_2_OVER_PI * _GELU_CUBIC) + _SQRT_2_OVER_PI)
         return _times_sigmoid(x, u, MATH)
     elif ACTIVATION == "sine":
         return _sine(x, 0)
@@ -251,7 +252,7 @@ def activation_grad(dy, saved, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
     elif ACTIVATION == "relu":
         return tl.where(saved <= 0, 0.0, dy)
     elif ACTIVATION == "leaky_relu":
-        return tl.where(saved > 0, dy, _LEAKY_SLOPE * dy)
+        return tl.where(saved > 0, dy, dy * _LEAKY_SLOPE)
     elif ACTIVATION == "relu2":
         return tl.where(saved <= 0, 0.0, dy * (2.0 * saved))
     elif ACTIVATION == "sigmoid":
@@ -262,12 +263,12 @@ def activation_grad(dy, saved, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
         s = _sigmoid(0.5 * saved, MATH)
         return dy * (s * (1.0 + saved * (1.0 - s)))
     elif ACTIVATION == "quick_gelu":
-        s = _sigmoid((0.5 * _QUICK_GELU) * saved, MATH)
-        return dy * (s * (1.0 + (_QUICK_GELU * saved) * (1.0 - s)))
+        s = _sigmoid(saved * (0.5 * _QUICK_GELU), MATH)
+        return dy * (s * (1.0 + (saved * _QUICK_GELU) * (1.0 - s)))
     elif ACTIVATION == "gelu_tanh":
         sq = saved * saved
-        u = saved * (_SQRT_2_OVER_PI + (_SQRT_2_OVER_PI * _GELU_CUBIC) * sq)
-        du = _SQRT_2_OVER_PI + (3.0 * _SQRT_2_OVER_PI * _GELU_CUBIC) * sq
+        u = saved * (sq * (_SQRT_2_OVER_PI * _GELU_CUBIC) + _SQRT_2_OVER_PI)
+        du = sq * (3.0 * _SQRT_2_OVER_PI * _GELU_CUBIC) + _SQRT_2_OVER_PI
         if MATH == "exact":
             t = _tanh(u, MATH)
             return dy * (0.5 * (1.0 + t) + 0.5 * saved * (1.0 - t * t) * du)
@@ -289,8 +290,8 @@ def activation_grad(dy, saved, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
         tail = _normal_tail(tl.minimum(tl.abs(saved), _FAR), MATH)
         cdf = tl.where(saved < 0, tail, 1.0 - tail)
         # where x² rounds by much, nothing is left of the bell
-        bell = tl.exp2((-0.5 * _LOG2E) * (saved * saved))
-        return dy * (cdf + saved * (_INV_SQRT_2PI * bell))
+        bell = tl.exp2((saved * saved) * (-0.5 * _LOG2E))
+        return dy * (cdf + saved * (bell * _INV_SQRT_2PI))
 
 
 @triton.jit

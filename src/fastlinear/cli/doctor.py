@@ -30,6 +30,8 @@ def doctor(json: opt.Json = False, debug: opt.Debug = False) -> None:
     rows = [(d["name"], d["device"], d["isa"], _size(d["memory_bytes"])) for d in data["devices"]]
     table("Devices", ("name", "torch device", "isa", ">memory"), rows)
     table("Versions", ("package", "version"), list(data["versions"].items()))
+    if data["untested"]:
+        say(f"Untested versions: {', '.join(data['untested'])}")
     table(
         "Backends",
         ("family", "device", "backend", "pieces", "available"),
@@ -47,15 +49,18 @@ def _diagnose() -> dict[str, Any]:
     import torch
 
     from fastlinear.core.device import device_facts
+    from fastlinear.core.environment import untested
     from fastlinear.dispatch.cache import cache_path
 
+    versions = _versions()
     names = ["cpu"]
     if torch.cuda.is_available():
         names += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     return {
         "kind": "doctor",
         "devices": [{"device": name, **device_facts(name).to_json()} for name in names],
-        "versions": _versions(),
+        "versions": versions,
+        "untested": untested(versions),
         "backends": _backends(),
         "cache": {name: str(cache_path(name)) for name in names},
     }

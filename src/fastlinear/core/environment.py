@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ _VARIABLES = (
     "TRITON_INTERPRET",
 )
 COMMIT_VARIABLE = "FASTLINEAR_COMMIT"
+# The least and the newest version that the tests were run with.
+TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.23", "5.24")}
 _TIMEOUT_S = 10.0
 
 
@@ -77,6 +81,20 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         facts["cudnn"] = torch.backends.cudnn.version()
         facts |= _driver_and_clocks(where)
     return facts
+
+
+def untested(versions: Mapping[str, str]) -> list[str]:
+    """Packages, of those given with what is installed, outside of the versions in ``TESTED``."""
+
+    def number(version: str) -> tuple[int, ...]:
+        return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+    return [
+        f"{package} {versions[package]} (tested: {least} to {newest})"
+        for package, (least, newest) in TESTED.items()
+        if (found := number(versions.get(package, "")))
+        and not number(least) <= found <= number(newest)
+    ]
 
 
 def load_average() -> float | None:

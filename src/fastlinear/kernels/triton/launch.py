@@ -28,6 +28,8 @@ _DIRECT = triton.__version__.startswith("3.6.")
 Place = Any  # of an argument among a call's tensors: a number, a Spot, None, or a tuple of those
 _L2_PROMOTION_128B = 2  # as Triton's launcher asks for
 _INTEGERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
+# Said at every compilation: Triton 3.10 is to stop fusing where nothing is said, and 3.9 warns.
+OPTIONS = {"enable_fp_fusion": True}
 _current_device = torch.cuda.current_device
 
 
@@ -74,7 +76,7 @@ class Launch:
         self._grid: Any = (*grid, *(1,) * (3 - len(grid)))
         self._args = rest
         self._device = device.index if device.type == "cuda" else None
-        self._options = {"num_warps": warps, "num_stages": stages}
+        self._options = OPTIONS | {"num_warps": warps, "num_stages": stages}
         self._blocks = block_shapes or {}
         self._compiled: Any = None
         self._fastpath: Any = None  # the launch by the compiled fast path, where that is there

@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from fastlinear.families.grouped.ragged.triton import backend
 from fastlinear.families.grouped.ragged.triton.backend import Config
 from fastlinear.families.grouped.triton import config as triton_config
+from fastlinear.kernels.triton.launch import OPTIONS
 
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -81,7 +82,7 @@ def compiled(call: Call, arch: int) -> Any:
             signature[param.name] = "i32"
             if value % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
-    given = {"num_warps": options["warps"], "num_stages": options["stages"]}
+    given = OPTIONS | {"num_warps": options["warps"], "num_stages": options["stages"]}
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=given)
 

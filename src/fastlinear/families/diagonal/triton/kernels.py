@@ -92,8 +92,12 @@ def _widths(row_offs, ROWS, WIDTH, LAST):
 
 @triton.jit
 def _inside(row_offs, col_offs, ROWS, WIDTH, LAST):
-    """Which numbers of a tile exist: the last row is shorter than the others."""
-    return col_offs[None, :] < _widths(row_offs, ROWS, WIDTH, LAST)[:, None]
+    """Which numbers of a tile exist: the last row is shorter than the others.
+
+    Columns meet each width itself: Triton 3.9 knows no multiples of a width that was chosen by row.
+    """
+    before = (row_offs < ROWS - 1)[:, None] & (col_offs < WIDTH)[None, :]
+    return before | ((row_offs < ROWS)[:, None] & (col_offs < LAST)[None, :])
 
 
 @triton.jit

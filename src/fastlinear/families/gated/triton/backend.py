@@ -97,7 +97,7 @@ def forward(
         rest = (
             *(m, size, k, *x.stride(), *gate_w.stride(), 0 if gate is None else gate.stride(0)),
             *(activation, _math(x), _step(order)),
-            *(c.block_m, c.block_n, c.block_k, c.group_m, k % c.block_k == 0, not x.is_cuda),
+            *(c.block_m, c.block_n, c.block_k, c.group_m, k % c.block_k == 0, x.is_cpu),
         )
         grid = (-(-m // c.block_m) * -(-size // c.block_n),)
         launch = _keep(
@@ -235,7 +235,7 @@ def _through_down(
         rest = (
             *(m, size, n, dy.stride(0), *down.stride(), tensors[2].stride(0), tiles * size),
             *(activation, _math(dy), _from_out(activation), _step(order)),
-            *(c.block_m, c.block_n, c.block_k, c.group_m, n % c.block_k == 0, not dy.is_cuda),
+            *(c.block_m, c.block_n, c.block_k, c.group_m, n % c.block_k == 0, dy.is_cpu),
         )
         grid = (tiles * -(-size // c.block_n),)
         launch = _keep(

@@ -172,6 +172,57 @@ def _down_bwd_kernel(
         dh = tl.dot(dy, w, dh)
         dy_ptrs += BLOCK_K
         w_ptrs += BLOCK_K * w_row_stride
+    # The gradients of half a tile at a time: all of it at once would not stay in registers.
+    halves = tl.split(tl.permute(tl.reshape(dh, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+    for half in tl.static_range(2):
+        _store_gradients(
+            halves[half],
+            gate_ptr,
+            up_ptr,
+            dgate_ptr,
+            dup_ptr,
+            h_ptr,
+            part_ptr,
+            r0,
+            c0 + half * (BLOCK_N // 2),
+            M,
+            H,
+            pre_row_stride,
+            part_stride,
+            ACTIVATION,
+            MATH,
+            FROM_OUT,
+            STEP,
+            BLOCK_M,
+            BLOCK_N // 2,
+        )
+
+
+@triton.jit
+def _store_gradients(
+    dh,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    h_ptr,
+    part_ptr,
+    r0,
+    c0,
+    M,
+    H,
+    pre_row_stride,
+    part_stride,
+    ACTIVATION: tl.constexpr,
+    MATH: tl.constexpr,
+    FROM_OUT: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dgate, dup and h of a tile of dh at (r0, c0), and its column sums: ``_down_bwd_kernel``."""
+    row_offs = r0 + tl.arange(0, BLOCK_M)
+    col_offs = c0 + tl.arange(0, BLOCK_N)
     rows = row_offs.to(tl.int64)
     row_mask = row_offs < M
     gate, up = _load_halves(gate_ptr, up_ptr, rows, c0, H, pre_row_stride, row_mask, STEP, BLOCK_N)

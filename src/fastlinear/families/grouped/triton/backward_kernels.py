@@ -112,8 +112,10 @@ def _backward_kernel(
         x_k = _stride(x_col, X_ALIGN, X_UNIT == "col")
     if db_ptr is not None:
         # 16-bit numbers in memory are summed by the matrix units: 16 equal rows take few registers
-        LANES: tl.constexpr = SIGNS or dy_ptr.dtype.element_ty == tl.float32
-        ROWS: tl.constexpr = 1 if SIGNS else BLOCK_M if LANES else 16
+        FLOATS: tl.constexpr = dy_ptr.dtype.element_ty == tl.float32
+        ONE: tl.constexpr = TURNED or (SIGNS and FLOATS)
+        LANES: tl.constexpr = ONE or FLOATS
+        ROWS: tl.constexpr = 1 if ONE else BLOCK_M if LANES else 16
         ones = tl.full((16, BLOCK_M), 1.0, dtype=tl.float32).to(dy_ptr.dtype.element_ty)
 
     program = tl.program_id(0) // col_tiles
@@ -160,7 +162,7 @@ def _backward_kernel(
                     grad = activation_grad(dpre.to(tl.float32), saved, ACTIVATION, MATH)
                     dpre = grad.to(dy_ptr.dtype.element_ty)
             if db_ptr is not None:
-                if SIGNS:
+                if ONE:
                     sums += tl.sum(dpre.to(tl.float32), axis=0)[None, :]
                 elif LANES:
                     sums += dpre

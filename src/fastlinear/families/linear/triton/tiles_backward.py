@@ -67,13 +67,13 @@ def _dx_tile(
     for start in range(0, N, BLOCK_N * CHUNKS):
         for chunk in tl.static_range(CHUNKS):
             mask = n_offs < N - start - chunk * BLOCK_N
+            if not EVEN:  # first: masks of both at once take registers
+                w = tl.load(w_ptrs, mask=mask[:, None], other=0.0)
             grad = _dpre(
                 dy_ptrs, saved_ptrs, mask[None, :], saved_ptr is not None, ACTIVATION, MATH, EVEN
             )
             if EVEN:
                 w = tl.load(w_ptrs)
-            else:
-                w = tl.load(w_ptrs, mask=mask[:, None], other=0.0)
             grad = grad.to(dy_ptr.dtype.element_ty)
             if UPCAST:
                 grad = grad.to(tl.float32)
@@ -136,11 +136,11 @@ def _dw_tile(
     for start in range(0, M, BLOCK_M * CHUNKS):
         for chunk in tl.static_range(CHUNKS):
             mask = (m_offs < M - start - chunk * BLOCK_M)[:, None]
+            if not EVEN:
+                x = tl.load(x_ptrs, mask=mask, other=0.0)
             grad = _dpre(dy_ptrs, saved_ptrs, mask, saved_ptr is not None, ACTIVATION, MATH, EVEN)
             if EVEN:
                 x = tl.load(x_ptrs)
-            else:
-                x = tl.load(x_ptrs, mask=mask, other=0.0)
             grad = grad.to(dy_ptr.dtype.element_ty)
             if UPCAST:
                 grad = grad.to(tl.float32)

@@ -191,6 +191,8 @@ def _bwd_dw_tile(
     row_begin,
     row_end,
     input_row_stride,
+    piece,
+    total,
     N: tl.constexpr,
     K: tl.constexpr,
     N_FIRST: tl.constexpr,
@@ -204,7 +206,7 @@ def _bwd_dw_tile(
     BLOCK_M: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One tile of a dW (N, K) over rows [row_begin, row_end), stored at part_ptr.
+    """One tile of a dW (N, K) over rows [row_begin, row_end), stored at part_ptr + piece total.
 
     Tiles at K_FIRST = 0 also give their part of db (N,), stored behind dW, at a multiple of 64
     numbers. It is a product with ones: the sum runs on the matrix unit along with dW.
@@ -227,6 +229,7 @@ def _bwd_dw_tile(
             db = _dot(tl.trans(dpre), ones, db, SCHEME)
     n_offs = N_FIRST + tl.arange(0, BLOCK_N)
     k_offs = K_FIRST + tl.arange(0, BLOCK_K)
+    part_ptr += piece.to(tl.int64) * total  # only now: the loop has no register to keep it in
     kind = part_ptr.dtype.element_ty
     tl.store(
         part_ptr + n_offs[:, None] * K + k_offs[None, :],
@@ -268,12 +271,11 @@ def _mlp_bwd_dw_kernel(
     piece = tl.program_id(1)
     row_begin = piece * split_rows
     row_end = tl.minimum(row_begin + split_rows, M)
-    part_ptr += piece.to(tl.int64) * total
     for t in tl.static_range(COUNT):
         if tile == t:
             _bwd_dw_tile(
                 *(dpre_ptrs[TILES[t][0]], input_ptrs[TILES[t][0]], part_ptr + TILES[t][1]),
-                *(row_begin, row_end, x_row_stride if TILES[t][8] else TILES[t][3]),
+                *(row_begin, row_end, x_row_stride if TILES[t][8] else TILES[t][3], piece, total),
                 *(TILES[t][2], TILES[t][3], TILES[t][4], TILES[t][5], TILES[t][6], TILES[t][7]),
                 *(TILES[t][9], ACTIVATION, MATH, SCHEME, BLOCK_M, UPCAST),
             )

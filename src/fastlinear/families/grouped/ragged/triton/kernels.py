@@ -88,7 +88,7 @@ def _ragged_kernel(
     """
     tile = tl.program_id(0)
     before = tl.zeros((1,), dtype=tl.int64)
-    g, begin, end, height, passed, done = 0, 0, 0, 0, 0, 0
+    g, begin, end, passed, done = 0, 0, 0, 0, 0
     for block in range(0, BLOCKS):
         begins, ends, before = _bounds(sizes_ptr, block * BLOCK_G, before, T, G, BLOCK_G)
         row_tiles = (ends - begins + (BLOCK_M - 1)) // BLOCK_M
@@ -98,13 +98,12 @@ def _ragged_kernel(
         g += tl.sum((last <= tile).to(tl.int32), 0)
         begin += tl.sum(tl.where(here, begins, 0), 0)
         end += tl.sum(tl.where(here, ends, 0), 0)
-        height += tl.sum(tl.where(here, row_tiles, 0), 0)
         passed += tl.sum(tl.where(here, own, 0), 0)
         done += tl.sum(row_tiles, 0) * col_tiles
     if g <= G:
         tile -= passed
         first = tile // (HIGH * col_tiles) * HIGH
-        high = tl.minimum(height - first, HIGH)
+        high = tl.minimum((end - begin + (BLOCK_M - 1)) // BLOCK_M - first, HIGH)
         tile = tile % (HIGH * col_tiles)
         row0 = begin + (first + tile % high) * BLOCK_M
         n0 = tile // high * BLOCK_N
