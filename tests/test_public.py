@@ -29,6 +29,7 @@ NAMES = [
     "apply_",
     "batch_invariant",
     "diagonal_linear",
+    "experts",
     "explain",
     "gated_linear",
     "gated_mlp",
@@ -150,6 +151,7 @@ CALLS = {
     "grouped_linear": "fl.grouped_linear(x, w[None], layout='... (g k)')",
     "ragged_linear": "fl.ragged_linear(x, w[None], torch.tensor([2]))",
     "unequal_linear": "fl.unequal_linear([x], [w])",
+    "experts": "fl.experts(x, torch.tensor([[0], [1]]), b[:2, None], w[None, :2], w[None, :, :1])",
 }
 
 
