@@ -55,7 +55,8 @@ def test_exports() -> None:
     for name in NAMES:
         assert getattr(fastlinear, name) is not None
     assert callable(fastlinear.profile)
-    assert fastlinear.nn.__all__ == ["MLP", "DiagonalLinear", "GatedMLP", "GroupedLinear", "Linear"]
+    layers = ["MLP", "DiagonalLinear", "Experts", "GatedMLP", "GroupedLinear", "Linear"]
+    assert fastlinear.nn.__all__ == layers
 
 
 def test_version_matches_the_package() -> None:

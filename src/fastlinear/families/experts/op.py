@@ -136,7 +136,9 @@ def _call(
 
 
 def _turned(weight: Any) -> Any:
-    return weight.mT if isinstance(weight, Tensor) and weight.dim() == 3 else weight
+    if isinstance(weight, Tensor):
+        return weight.mT if weight.dim() == 3 else weight
+    return getattr(weight, "mT", weight)  # of a trace
 
 
 def explain(

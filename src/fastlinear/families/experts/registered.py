@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fastlinear.core import calls
 from fastlinear.families.experts import reference, routed
@@ -51,7 +52,9 @@ def _backward(
         t if t is None or not need else t.detach().requires_grad_()
         for t, need in zip(leaves(call), needs, strict=True)
     ]
-    with torch.enable_grad():
+    # inside a registered op nothing is recorded for gradients where a mode watches it
+    below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with _disable_current_modes(), below, torch.enable_grad():
         y = _by_torch(call, own)
         wanted = [t for t, need in zip(own, needs, strict=True) if need]
         found = iter(torch.autograd.grad(y, wanted, dy))

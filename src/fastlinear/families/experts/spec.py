@@ -97,6 +97,8 @@ def _applied(formula: Formula, x: Tensor, weights: Weights, routing: Routing) ->
 def _cast(arguments: Arguments, dtype: torch.dtype) -> Arguments:
     """All but the routing: its weights stay as exact as the router has them."""
     x, weights, (index, weight, *biases), *options = arguments
+    if weight.dtype not in (dtype, torch.float32, torch.float64):
+        weight = weight.float()  # the other of 16 bits
     return (
         cast(x, dtype),
         tuple(cast(w, dtype) for w in weights),
