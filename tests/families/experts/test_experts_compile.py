@@ -139,6 +139,30 @@ def test_opcheck_backward(needs: tuple[bool, ...]) -> None:
         torch.library.opcheck(torch.ops.fastlinear.experts_backward, given)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", CALLS)
+def test_on_a_gpu(name: str, nodes_built: None) -> None:
+    """Later calls are tapes of the same bits; compiled ones may be captured; nothing waits."""
+    call = CALLS[name].to(CALLS[name].dy.dtype, "cuda")
+    first = [t for t in call.run("triton") if t is not None]
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            again = [t for t in call.run("triton") if t is not None]
+            assert len(again) == len(first)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    oracle = [t.to("cuda") for t in call.to(call.dy.dtype).expected() if t is not None]
+    close(first, oracle)
+    compiled = torch.compile(run_of(call, "triton"), fullgraph=True, mode="reduce-overhead")
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        close([t.clone() for t in trained(compiled, call)], oracle)
+
+
 @pytest.mark.skipif(lookup.reason_not() is not None, reason="no compiled fast path here")
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_that_come_again_give_the_same_bits(name: str, nodes_built: None) -> None:
