@@ -32,7 +32,7 @@ from fastlinear.families.linear.problem import problem
 ROOT = Path(__file__).parents[2]
 DEVICES = json.loads((Path(prices.__file__).parent / "constants" / "devices.json").read_text())
 NOT_TIMED = {"experts"}
-"""Families that nothing is predicted of: PyTorch's own ops are taken, or what waits for nothing."""
+"""Families that nothing is predicted of: the first backend that can serve is taken."""
 
 
 @pytest.fixture(autouse=True)

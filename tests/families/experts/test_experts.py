@@ -363,6 +363,32 @@ def test_data_that_changed_is_refused_in_the_backward() -> None:
         y.sum().backward()
 
 
+def independent(dtype: torch.dtype, device: str) -> None:
+    call = drawn(40, 2, 4, 64, 48, dtype=dtype).to(dtype, device)
+    x, weight, *rest = call.tensors
+
+    def of(rows: slice) -> Tensor:
+        given = x[rows], call.index[rows], weight[rows], *rest  # type: ignore[index]
+        return fl.experts(*given, backend="batch_invariant")  # type: ignore[arg-type]
+
+    whole = of(slice(None))
+    for rows in (slice(0, 1), slice(3, 20), slice(39, 40)):
+        assert torch.equal(of(rows), whole[rows])
+
+
+@ON_CPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
+    independent(dtype, "cpu")
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_do_not_depend_on_each_other_on_a_gpu(dtype: torch.dtype) -> None:
+    independent(dtype, "cuda")
+
+
 @ON_CPU
 def test_explain_names_every_backend() -> None:
     x, weight, gate_up, down, *_ = drawn(5, 2, 3, 8, 4).tensors

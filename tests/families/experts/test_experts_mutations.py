@@ -14,6 +14,7 @@ from fastlinear.dispatch.select import select
 from fastlinear.families.experts.cpu import passes
 from fastlinear.families.experts.problem import problem
 from fastlinear.families.experts.spec import FRONT
+from fastlinear.native import cpp_build
 from fastlinear.op.front import no_table
 from tests.families.experts.expert_calls import check, drawn
 
@@ -126,7 +127,8 @@ def test_a_gpu_takes_what_waits_for_nothing(piece: str) -> None:
     assert chosen("float64", "host", False) == "eager"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_a_cpu_takes_pytorchs_own_ops(dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_a_cpu_takes_its_own_passes(dtype: str) -> None:
     p = problem("forward", 512, 8, 2, 256, 128, dtype=dtype, device="cpu")
-    assert select(p, ready=False).backend.name == "eager"
+    expected = "eager" if dtype == "float64" or cpp_build.reason_not() else "cpp"
+    assert select(p, ready=False).backend.name == expected

@@ -1,8 +1,9 @@
 """The family record of experts: its backends and least cost.
 
 A training call is chosen as one step: a backward takes the slots as its own forward sorted them.
-Nobody has timed the family on shipped devices, so nothing is predicted: PyTorch's own ops are taken
-where they wait for nothing, else the first backend that can serve.
+Nobody has timed the family on shipped devices, so nothing is predicted: the first that can serve is
+taken. On CPUs that is ``cpp``, whose products are those that ragged_linear takes by its prices. On
+GPUs it is PyTorch's own ops where they wait for nothing, else ``triton``.
 """
 
 from __future__ import annotations
@@ -165,9 +166,9 @@ FAMILY = register_family(
             )
             for piece in PIECES
             for name, reason_not, sources in (
+                ("cpp", _reason_not_cpp, _CPP_SOURCES),
                 ("eager", _reason_not_eager, _REFERENCE),
                 ("triton", _reason_not_triton, _TRITON_SOURCES),
-                ("cpp", _reason_not_cpp, _CPP_SOURCES),
                 (
                     BATCH_INVARIANT,
                     _reason_not_invariant,
