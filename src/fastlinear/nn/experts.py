@@ -147,7 +147,7 @@ class Experts(nn.Module):
 
         The parameters are shared. The module's place among other processes is not taken over.
 
-        Raises InputError where it is no such module, has hooks, more parameters or norms, no gate,
+        Raises InputError where it is another module, has hooks, more parameters or norms, no gate,
         or one that is not known.
         """
         check_backend(backend, "experts", f"{_NAME}.from_module")

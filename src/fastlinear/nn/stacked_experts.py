@@ -1,4 +1,4 @@
-"""Stacked experts of transformers 5: what such a module computes, and this op for all of them.
+"""Stacked experts of transformers 5: what a module computes, and this op for all of them.
 
 Transformers has a public registry of functions that compute its stacked experts. Nothing here
 imports it before ``register`` is called.
