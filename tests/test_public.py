@@ -29,6 +29,7 @@ NAMES = [
     "apply_",
     "batch_invariant",
     "diagonal_linear",
+    "experts",
     "explain",
     "gated_linear",
     "gated_mlp",
@@ -54,7 +55,8 @@ def test_exports() -> None:
     for name in NAMES:
         assert getattr(fastlinear, name) is not None
     assert callable(fastlinear.profile)
-    assert fastlinear.nn.__all__ == ["MLP", "DiagonalLinear", "GatedMLP", "GroupedLinear", "Linear"]
+    layers = ["MLP", "DiagonalLinear", "Experts", "GatedMLP", "GroupedLinear", "Linear"]
+    assert fastlinear.nn.__all__ == layers
 
 
 def test_version_matches_the_package() -> None:
@@ -150,6 +152,7 @@ CALLS = {
     "grouped_linear": "fl.grouped_linear(x, w[None], layout='... (g k)')",
     "ragged_linear": "fl.ragged_linear(x, w[None], torch.tensor([2]))",
     "unequal_linear": "fl.unequal_linear([x], [w])",
+    "experts": "fl.experts(x, torch.tensor([[0], [1]]), b[:2, None], w[None, :2], w[None, :, :1])",
 }
 
 

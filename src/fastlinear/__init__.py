@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fastlinear.dispatch.batch_invariant import batch_invariant
     from fastlinear.dispatch.first_use import tune_at_first_use
     from fastlinear.families.diagonal import diagonal_linear
+    from fastlinear.families.experts import experts
     from fastlinear.families.explain import explain
     from fastlinear.families.gated import gated_linear, gated_mlp
     from fastlinear.families.grouped import grouped_linear
@@ -54,6 +55,7 @@ __all__ = [
     "apply_",
     "batch_invariant",
     "diagonal_linear",
+    "experts",
     "explain",
     "gated_linear",
     "gated_mlp",
@@ -74,6 +76,7 @@ _HOMES = {  # where the names that are loaded at first access are defined
     "apply_": "fastlinear.rewrite",
     "batch_invariant": "fastlinear.dispatch.batch_invariant",
     "diagonal_linear": "fastlinear.families.diagonal",
+    "experts": "fastlinear.families.experts",
     "explain": "fastlinear.families.explain",
     "gated_linear": "fastlinear.families.gated",
     "gated_mlp": "fastlinear.families.gated",

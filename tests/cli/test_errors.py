@@ -146,7 +146,7 @@ def test_unknown_names(run: Run, command: str) -> None:
         (("grouped_linear", "--length", "8"), "received 8 of 64 tokens as '... (g k)'"),
         (("grouped_linear", "--x-layout", "b g k ...", "--length", "7"), "a divisor of --m"),
         (("linear_act", "--groups", "3"), "received --groups. These belong to another op"),
-        (("conv2d",), "grouped_linear, ragged_linear, unequal_linear; received"),
+        (("conv2d",), "grouped_linear, ragged_linear, unequal_linear, experts; received"),
     ],
 )
 def test_calls_that_do_not_fit(

@@ -107,9 +107,27 @@ def unequal(dtype: torch.dtype, device: str) -> Made:
     return made
 
 
+def experts(dtype: torch.dtype, device: str) -> Made:
+    """``experts`` with biases and a limit, and slots of none; y and all gradients."""
+    draw = _drawer(dtype, device)
+    tokens, count, h, i = 37, 5, 33, 20
+    index = (torch.arange(2 * tokens, device=device) * 7 % 6 - 1).view(tokens, 2)
+    shapes = (tokens, h), (tokens, 2), (count, 2 * i, h), (count, h, i), (count, 2 * i), (count, h)
+    drawn, dy = [draw(*shape) for shape in shapes], draw(tokens, h)
+
+    def made(backend: str) -> list[Tensor]:
+        x, weight, *rest = given = [t.detach().requires_grad_() for t in drawn]
+        options = {"stacked": "interleaved", "limit": 99.0, "alpha": 1.702, "up_offset": 1.0}
+        y = fl.experts(x, index, weight, *rest, backend=backend, **options)  # type: ignore[arg-type]
+        return [y.detach(), *torch.autograd.grad(y, given, dy)]
+
+    return made
+
+
 _ON_CPU = "together" if unserved(torch.float32) is None else "eager"
 LISTED: dict[str, tuple[Callable[[torch.dtype, str], Made], str, str]] = {
     "ragged_linear": (ragged, "triton", "cpp"),
+    "experts": (experts, "triton", "cpp"),
     "unequal_linear": (unequal, "together", _ON_CPU),
 }
 """Families that are functions: calls, their backend on a GPU, and on a CPU."""

@@ -36,6 +36,7 @@ FAMILIES = (
     "ragged_linear",
     "unequal_linear",
     "diagonal_linear",
+    "experts",
 )
 REPORTED = 86
 """Exit code of compute-sanitizer where it has something to report."""

@@ -128,6 +128,10 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
     "grouped_linear layout": (lambda x: fl.grouped_linear(x, STACK, layout="zz"), WIDE),
     "grouped_linear shared": (lambda x: fl.grouped_linear(x, STACK, layout="... k"), WIDE),
     "ragged_linear": (lambda x: fl.ragged_linear(x, STACK, SIZES), WIDE),
+    "experts": (
+        lambda x: fl.experts(x, SIZES[:, None], torch.ones(2, 1), STACK, STACK[:, :, :1]),
+        WIDE,
+    ),
     "unequal_linear": (lambda x: fl.unequal_linear([x], [W]), WIDE),
     "unequal_linear list": (lambda x: fl.unequal_linear(None, [W]), WIDE),
 }

@@ -23,6 +23,11 @@ def _ragged(x: Tensor, w: Tensor) -> Tensor:
     return fl.ragged_linear(x, w, torch.tensor([3, 2]), activation="relu")
 
 
+def _experts(x: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    index = torch.tensor([[0, 1], [2, 1], [1, 1], [0, -1], [1, 0]])
+    return fl.experts(x, index, weight, gate_up, down, backend="cpp")
+
+
 CALLS: dict[str, tuple[Call, tuple[tuple[int, ...], ...]]] = {
     "linear_act": (lambda *t: fl.linear_act(*t, activation="gelu"), ((5, 6), (7, 6), (7,))),
     "diagonal_linear": (
@@ -52,6 +57,7 @@ CALLS: dict[str, tuple[Call, tuple[tuple[int, ...], ...]]] = {
         for backend in ("cpp", "onednn")
     },
     "ragged_linear": (_ragged, ((5, 6), (2, 4, 6))),
+    "experts": (_experts, ((5, 6), (5, 2), (2, 8, 6), (2, 6, 4))),
     "unequal_linear": (_unequal, ((5, 6), (8, 6), (5, 4), (3, 4))),
 }
 

@@ -12,6 +12,13 @@ from torch import Tensor
 import fastlinear as fl
 
 Call = Callable[..., Any]
+
+
+def _routes(x: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = x.shape[:-1].numel()
+    return torch.zeros(tokens, 2, dtype=torch.int64), torch.ones(tokens, 2)
+
+
 # name → (the call of x and its weights, shapes of the weights for K features)
 CALLS: dict[str, tuple[Call, Callable[[int], list[tuple[int, ...]]]]] = {
     "linear_act": (
@@ -25,6 +32,10 @@ CALLS: dict[str, tuple[Call, Callable[[int], list[tuple[int, ...]]]]] = {
         lambda k: [(k,), (k,)],
     ),
     "grouped_linear": (fl.grouped_linear, lambda k: [(2, 3, k // 2)]),
+    "experts": (
+        lambda x, w, d: fl.experts(x.flatten(0, -2), *_routes(x), w, d),
+        lambda k: [(2, 6, k), (2, k, 3)],
+    ),
     "ragged_linear": (
         lambda x, w: fl.ragged_linear(x.flatten(0, -2), w, torch.zeros(2, dtype=torch.int64)),
         lambda k: [(2, 3, k)],

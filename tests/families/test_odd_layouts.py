@@ -17,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 X, W, B, V = torch.randn(8, 16), torch.randn(4, 16), torch.randn(4), torch.randn(16)
 STACK, BIASES = torch.randn(2, 4, 16), torch.randn(2, 4)
+INDEX = torch.tensor([[0, 1], [1, 2]]).repeat(4, 1)
 OPS: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
     "linear_act": (fl.linear_act, {"x": X, "weight": W, "bias": B}),
     "mlp": (lambda x, w, b: fl.mlp(x, [w], [b]), {"x": X, "w": W, "b": B}),
@@ -31,6 +32,12 @@ OPS: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
     "ragged_linear": (
         fl.ragged_linear,
         {"x": X, "weight": STACK, "group_sizes": torch.tensor([3, 5]), "bias": BIASES},
+    ),
+    "experts": (
+        lambda x, weight, down, bias: fl.experts(
+            x, INDEX, torch.ones(8, 2), weight, down, gate_up_bias=bias
+        ),
+        {"x": X, "weight": STACK, "down": STACK.mT[..., : STACK.shape[1] // 2], "bias": BIASES},
     ),
     "unequal_linear": (
         lambda x, w, b: fl.unequal_linear([x], [w], [b]),

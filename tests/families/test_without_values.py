@@ -17,6 +17,7 @@ Op = Callable[..., Any]
 X = torch.randn(4, 32)
 W, D = torch.randn(64, 32), torch.randn(32, 64)
 SIZES = torch.tensor([2, 1])
+INDEX = torch.tensor([[0, 1], [1, 2], [0, 0], [1, 0]])
 OPS: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
     "linear_act": (lambda x, w: fl.linear_act(x, w, activation="gelu"), (X, W)),
     "mlp": (lambda x, w, d: fl.mlp(x, [w, d], activation="silu"), (X, W, D)),
@@ -26,6 +27,10 @@ OPS: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
     "diagonal_linear": (fl.diagonal_linear, (X, W[0])),
     "unequal_linear": (lambda x, w: fl.unequal_linear([x, x], [w, w[:3]])[1], (X, W)),
     "ragged_linear": (fl.ragged_linear, (X, torch.randn(2, 64, 32), SIZES)),
+    "experts": (
+        fl.experts,
+        (X, INDEX, torch.rand(4, 2), torch.randn(2, 8, 32), torch.randn(2, 32, 4)),
+    ),
     "ragged_linear by eager": (
         lambda x, w, n: fl.ragged_linear(x, w, n, activation="gelu", backend="eager"),
         (X, torch.randn(2, 64, 32), SIZES),

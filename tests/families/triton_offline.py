@@ -32,7 +32,7 @@ if triton.knobs.runtime.interpret:
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_NAMES = FLOATS | {torch.int64: "i64", torch.uint8: "u8"}
+_NAMES = FLOATS | {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
 
 
 class Usage(NamedTuple):

@@ -262,6 +262,55 @@ def _ragged_linear(d: Draw) -> Call:
     )
 
 
+def _experts(d: Draw) -> Call:
+    top, tensors, text = _routed(d)
+    act, options = d.activation, {"activation": d.activation}
+    order = d.rng.choice(("gate_up", "interleaved"))
+    return Call(
+        tensors,
+        lambda t, be: [
+            fl.experts(
+                *(t["x"], t["index"], t["r"], t["up"], t["w"], t.get("up_b"), t.get("b")),
+                **options,
+                stacked=order,
+                backend=be,
+            )
+        ],
+        lambda t: [_by_choice(t, top, act, order)],
+        f"experts {order} {text}",
+    )
+
+
+def _routed(d: Draw) -> tuple[int, dict[str, Tensor], str]:
+    """Tokens' choices, the tensors of a call, and its text."""
+    experts, top, h, i = d.rng.choice((1, 2, 5)), d.rng.choice((1, 2, 3)), d.width(1), d.width(1)
+    rows = d.rng.choice(ROWS)
+    tensors = _given(
+        x=d.x(rows, h),
+        index=torch.randint(-1, experts + 1, (rows, top), generator=d.numbers),
+        r=d.x(rows, top),
+        up=d.weight(experts, 2 * i, h),
+        w=d.weight(experts, h, i),
+        up_b=d.bias(experts, 2 * i),
+        b=d.bias(experts, h),
+    )
+    return top, tensors, f"{rows} x {top} of {experts}, {h}->{i}"
+
+
+def _by_choice(t: Tensors, top: int, act: str, order: str) -> Tensor:
+    """Each expert on all tokens that name it, one choice after the other."""
+    y = torch.zeros_like(t["x"])
+    for j in range(top):
+        for e in range(len(t["w"])):
+            (rows,) = torch.where(t["index"][:, j] == e)
+            both = F.linear(t["x"][rows], t["up"][e], t["up_b"][e] if "up_b" in t else None)
+            halves = both.unflatten(-1, (-1, 2)).unbind(-1) if order == "interleaved" else None
+            gate, up = halves or both.chunk(2, -1)
+            out = F.linear(_act(act, gate) * up, t["w"][e], t["b"][e] if "b" in t else None)
+            y = y.index_add(0, rows, (out * t["r"][rows, j, None]).to(y.dtype))
+    return y
+
+
 def _unequal_linear(d: Draw) -> Call:
     groups, act = d.rng.choice((1, 2, 4)), d.activation
     tensors: dict[str, Tensor] = {}
@@ -309,6 +358,7 @@ OPS: dict[str, Callable[[Draw], Call]] = {
     "gated_mlp": _gated_mlp,
     "grouped_linear": _grouped_linear,
     "ragged_linear": _ragged_linear,
+    "experts": _experts,
     "unequal_linear": _unequal_linear,
     "diagonal_linear": _diagonal_linear,
 }
@@ -400,7 +450,27 @@ def _diagonal_layer(d: Draw) -> Any:
     return layer, k, torchs, f"DiagonalLinear {k}"
 
 
+def _nn_experts(d: Draw) -> Call:
+    top, t, text = _routed(d)
+    bias, act = "up_b" in t, d.activation
+    experts, h, i = t["w"].shape
+    layer = fl.nn.Experts(experts, h, i, bias, act, dtype=d.dtype)
+    names = {"gate_up_proj": "up", "down_proj": "w", "gate_up_proj_bias": "up_b"}
+    tensors = {name: t[name] for name in ("x", "index", "r")}
+    for path, p in layer.named_parameters():
+        name = names.get(path, "b")
+        p.data = t[name].detach() if name in t else d.laid(d.values(*p.shape))
+        tensors[name] = p
+    return Call(
+        tensors,
+        lambda t, _: [layer(t["x"], t["index"], t["r"])],
+        lambda t: [_by_choice(t, top, act, "gate_up")],
+        f"nn.Experts {text}",
+    )
+
+
 LAYERS: dict[str, Callable[[Draw], Call]] = {
+    "Experts": _nn_experts,
     "MLP": _nn_mlp,
     "GatedMLP": _nn_gated,
     "Linear": _nn_simple(_linear_layer),

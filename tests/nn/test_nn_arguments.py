@@ -21,6 +21,8 @@ LAYERS: dict[str, tuple[Callable[..., nn.Module], tuple[str, ...]]] = {
     "GroupedLinear": (lambda n, **k: fl.nn.GroupedLinear(2, n, 3, **k), ("in_features",)),
     "GroupedLinear out": (lambda n, **k: fl.nn.GroupedLinear(2, 3, n, **k), ("out_features",)),
     "GroupedLinear groups": (lambda n, **k: fl.nn.GroupedLinear(n, 3, 3, **k), ("groups",)),
+    "Experts": (lambda n, **k: fl.nn.Experts(2, n, 3, **k), ("features",)),
+    "Experts hidden": (lambda n, **k: fl.nn.Experts(2, 3, n, **k), ("hidden_features",)),
     "GatedMLP": (lambda n, **k: fl.nn.GatedMLP(n, 4, **k), ("in_features",)),
     "GatedMLP hidden": (lambda n, **k: fl.nn.GatedMLP(3, n, **k), ("hidden_features",)),
     "GatedMLP out": (lambda n, **k: fl.nn.GatedMLP(3, 4, n, **k), ("out_features",)),

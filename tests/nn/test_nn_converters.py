@@ -212,9 +212,18 @@ def diagonal_linear() -> nn.Linear:
     return linear
 
 
+def stacked_experts() -> nn.Module:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    sizes = {"hidden_size": K, "intermediate_size": H, "num_local_experts": 2}
+    return MixtralExperts(transformers.MixtralConfig(**sizes))
+
+
 MADE: dict[str, tuple[Callable[[], Any], Callable[[Any], nn.Module]]] = {
     "DiagonalLinear.from_layer_scale": (lambda: LayerScale("", as_it_is), lambda m: m),
     "DiagonalLinear.from_linear": (diagonal_linear, lambda m: m),
+    "Experts.from_module": (stacked_experts, lambda m: m),
     "GatedMLP.from_module": (lambda: GatedMLP("", as_it_is), lambda m: m.g),
     "GroupedLinear.from_conv1d": (lambda: nn.Conv1d(K, K, 1), lambda m: m),
     "GroupedLinear.from_conv2d": (lambda: nn.Conv2d(K, K, 1), lambda m: m),

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fastlinear as fl
+
+
+class Routed(nn.Module):
+    """Experts with the choices of three tokens."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.experts = fl.nn.Experts(3, 4, 2, **options)
+        self.register_buffer("index", torch.tensor([[0, 2], [1, 1], [2, 0]]))
+        self.register_buffer("weight", torch.rand(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.experts(x, self.index, self.weight)
+        return y
+
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "Linear": (lambda: fl.nn.Linear(4, 4, activation="relu"), "linear_act"),
@@ -20,6 +36,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "GatedMLP bias": (lambda: fl.nn.GatedMLP(4, 6, bias=True, activation="relu2"), "gated_mlp"),
     "GatedMLP stacked": (lambda: fl.nn.GatedMLP(4, 6, stacked="interleaved"), "gated_mlp"),
     "GatedMLP recompute": (lambda: fl.nn.GatedMLP(4, 6, recompute=1), "gated_mlp"),
+    "Experts": (Routed, "experts"),
+    "Experts transposed": (lambda: Routed(transposed=True, bias=True, limit=7.0), "experts"),
     "GatedMLP dropout": (lambda: fl.nn.GatedMLP(4, 6, dropout=0.5), "gated_linear"),
 }
 

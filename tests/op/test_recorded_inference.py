@@ -44,6 +44,14 @@ CALLS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "diagonal_linear": lambda x: (x, B, (B, x), "gelu"),
     "grouped_linear": lambda x: (x, W.view(2, 16, 8), None, "relu", "... (g k)"),
     "ragged_linear": lambda x: (x, draw(3, 16, 16), (SIZES, None), "relu"),
+    "experts": lambda x: (
+        *(
+            x,
+            (draw(3, 8, 16), draw(3, 16, 4)),
+            (torch.tensor([[0, 2]] * 6), draw(6, 2), None, None),
+        ),
+        *("silu", "gate_up", "inf 1.0 0.0", "0", False),
+    ),
 }
 BACKENDS = [
     (name, backend)
@@ -54,6 +62,7 @@ BACKENDS = [
         "diagonal_linear": ("eager", "addcmul", "cpp"),
         "grouped_linear": ("eager", "loop", "baddbmm", "cpp"),
         "ragged_linear": ("cpp",),
+        "experts": ("cpp",),
     }.items()
     for backend in backends
 ]
@@ -140,7 +149,7 @@ def test_tapes_return_what_plans_do(name: str, backend: str, recordings: list[An
     wide = torch.empty(6, 32)
     off = torch.empty(6 * 16 + 1)[1:].view(6, 16)
     views = [draw(6, 16), wide[:, ::2].copy_(draw(6, 16)), draw(16, 6).t(), off.copy_(draw(6, 16))]
-    if name != "ragged_linear":
+    if name not in ("ragged_linear", "experts"):
         views += [draw(2, 3, 16), draw(1, 16), draw(0, 16), draw(16)]
     f = front(name)
     for x in views:

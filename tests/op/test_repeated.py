@@ -42,8 +42,12 @@ CALLS: dict[str, Any] = {
     "diagonal_linear": lambda x: (x, draw(K), draw(K), x.clone(), "gelu"),
     "grouped_linear": lambda x: (x, draw(2, 7, 8), draw(2, 7), "relu", "... (g k)"),
     "ragged_linear": lambda x: (x, draw(3, 7, K), torch.tensor([3, 0, 3]), draw(3, 7), "relu"),
+    "experts": lambda x: (
+        *(x, draw(3, 8, K), draw(3, K, 4), torch.tensor([[0, 2]] * len(x)), draw(len(x), 2)),
+        *(draw(3, 8), None, "silu", "interleaved", "inf 1.0 0.0", "0", False),
+    ),
 }
-OPERANDS = {"gated_mlp": 7, "diagonal_linear": 4, "ragged_linear": 4}
+OPERANDS = {"experts": 7, "gated_mlp": 7, "diagonal_linear": 4, "ragged_linear": 4}
 
 
 @pytest.fixture(autouse=True)

@@ -296,7 +296,7 @@ def test_command_line() -> None:
         (("toy", "--k", "3"), "options (--width, --mode); received --k. It has --width and --mode"),
         (("toy", "--activation", "relu"), "received --activation. It has no activation"),
         (("linear_act", "--mode", "plus"), "received --mode. These belong to another op"),
-        (("conv2d",), "unequal_linear, toy; received 'conv2d'"),
+        (("conv2d",), "experts, toy; received 'conv2d'"),
     ],
 )
 def test_command_line_errors(arguments: tuple[str, ...], expected: str) -> None:

@@ -177,6 +177,7 @@ _FOLDERS = {
     "grouped_linear": "grouped",
     "ragged_linear": "grouped.ragged",
     "unequal_linear": "grouped.unequal",
+    "experts": "experts",
 }
 _HOMES = {name: f"fastlinear.families.{folder}.backends" for name, folder in _FOLDERS.items()}
 """Where the package's own families register themselves, imported when first asked for."""

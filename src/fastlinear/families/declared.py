@@ -33,9 +33,14 @@ def _ragged_linear() -> None:
     from fastlinear.families.grouped import ragged  # noqa: F401
 
 
+def _experts() -> None:
+    from fastlinear.families import experts  # noqa: F401
+
+
 def load_all() -> None:
     """Import every family with registered ops or dispatched backends."""
-    for load in (_linear_act, _mlp, _gated_mlp, _diagonal_linear, _grouped_linear, _ragged_linear):
+    layers = _linear_act, _mlp, _gated_mlp, _diagonal_linear
+    for load in (*layers, _grouped_linear, _ragged_linear, _experts):
         load()
 
 
@@ -81,4 +86,12 @@ declare_family(
     "str activation, str order, bool recompute",
     _gated_mlp,
     saves=2,
+)
+declare_family(
+    "experts",
+    "Tensor x, Tensor gate_up, Tensor down, Tensor topk_index, Tensor topk_weight,"
+    " Tensor? gate_up_bias, Tensor? down_bias",
+    "str activation, str order, str numbers, str first, bool recompute",
+    _experts,
+    saves=1,
 )

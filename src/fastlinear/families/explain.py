@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastlinear.core.tensor_kinds import refuse_odd
 from fastlinear.dispatch.explain import Explanation
-from fastlinear.families import diagonal, gated, grouped, linear, mlp
+from fastlinear.families import diagonal, experts, gated, grouped, linear, mlp
 from fastlinear.families.grouped import ragged, unequal
 
 
@@ -28,7 +28,8 @@ def explain(
             sequences of all three ``unequal_linear``. A matrix with ``up_weight=`` or ``stacked=``
             is a gate's: that explains ``gated_linear``, and with ``down_weight=`` ``gated_mlp``; of
             a training call also what is kept for its backward, in bytes, at each level of
-            ``recompute``.
+            ``recompute``. Three dimensions with ``topk_index=``, ``topk_weight=`` and ``down=`` are
+            the gate_up of ``experts``, and ``bias`` is its gate_up_bias.
         options: the keyword arguments of that function (``activation=``, ``backend=``…), and
             ``needs_grad=`` to explain the training choice or not; by default what the tensors say.
 
@@ -46,6 +47,8 @@ def explain(
     ['gated_mlp']
     """
     refuse_odd("explain", x=x, weight=weight, bias=bias, **options)
+    if "topk_index" in options:
+        return experts.explain(x, gate_up=weight, gate_up_bias=bias, **options)  # type: ignore[arg-type]
     if "up_weight" in options or "stacked" in options:
         return gated.explain(x, weight, gate_bias=bias, **options)  # type: ignore[arg-type]
     if isinstance(x, list | tuple):

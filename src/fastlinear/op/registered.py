@@ -197,7 +197,7 @@ class _Ops:
 
     def backward_fake(self, dy: Tensor, _: list[Tensor], *given: Any) -> list[Tensor]:
         return [
-            dy.new_empty(t.shape if need and t is not None else (0,))
+            dy.new_empty(t.shape, dtype=t.dtype) if need and t is not None else dy.new_empty(0)
             for t, need in zip(flat(given[: self._count]), given[-2], strict=True)
         ]
 

@@ -86,7 +86,7 @@ extern "C" void narrowed(const float* from, {T}* to, int64_t n) {{
 def test_numbers_of_16_bits_are_converted_as_torch_converts_them(name: str, tmp_path: Path) -> None:
     """All of them to float32, and back all, those half way between two, and their neighbours."""
     source = tmp_path / "conversions.cpp"
-    header = cpp.SOURCE.with_name("diagonal_numbers.h")
+    header = cpp.SOURCE.parents[3] / "kernels/cpu/numbers.h"
     source.write_text(CONVERSIONS.format(header=header, T=name))
     library = cpp_build.load(source)
     dtype = torch.bfloat16 if name == "Bf16" else torch.float16

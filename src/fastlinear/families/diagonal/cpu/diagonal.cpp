@@ -12,9 +12,9 @@
 // for the caches (`past`) is written around them, which leaves them to dy and x.
 
 #include "../../../activations/cpp.h"
+#include "../../../kernels/cpu/numbers.h"
 #include "../../../kernels/cpu/threads.h"
 #include "diagonal_memory.h"
-#include "diagonal_numbers.h"
 
 #include <memory>
 #include <type_traits>

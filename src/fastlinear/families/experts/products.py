@@ -1,0 +1,67 @@
+"""The products of rows sorted by expert: ragged_linear's backends, by its own dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from fastlinear.core.problem import Problem
+from fastlinear.core.settings import BATCH_INVARIANT
+from fastlinear.dispatch import cache
+from fastlinear.dispatch.select import select
+from fastlinear.families.grouped.ragged import products
+from fastlinear.families.grouped.ragged.formula import Formula
+from fastlinear.families.grouped.ragged.problem import problem_of
+from fastlinear.families.grouped.ragged.validation import counted
+
+Functions = tuple[Callable[..., Any], Callable[..., Any]]
+"""(x, weight, sizes, bias) → y; (dy, x, weight, sizes, needs) → (dx, dW, db)."""
+
+
+def functions(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Functions:
+    """The two directions of one product.
+
+    Args:
+        backend: of experts: ``"triton"`` and ``"batch_invariant"`` take ragged_linear's of that
+            name; ``"cpp"`` whichever it takes on a CPU, where sizes can be read.
+        x, weight, bias: of the product.
+    """
+    if backend != "cpp":
+        return _functions(backend)
+    return _functions(_chosen(problem_of(x, weight, bias, "none", False)))
+
+
+@lru_cache(maxsize=4096)
+def _chosen(p: Problem) -> str:
+    return select(p).backend.name
+
+
+cache.on_change(_chosen.cache_clear)
+
+
+def _functions(name: str) -> Functions:
+    if name == "eager":
+        return _eager, _eager_backward
+    assert name in ("cpp", "triton", BATCH_INVARIANT)
+    run, back = Formula("none", name).functions()
+
+    def forward(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = run(x, weight, sizes, bias, "none", False)[0]
+        return y
+
+    def backward(dy: Tensor, x: Tensor, weight: Tensor, sizes: Tensor, needs: Any) -> Any:
+        return back(dy, None, x, weight, sizes, "none", needs)
+
+    return forward, backward
+
+
+def _eager(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None) -> Tensor:
+    return products.forward(x, weight, counted(sizes, x.shape[0]), bias, "none", False)[0]
+
+
+def _eager_backward(dy: Tensor, x: Tensor, weight: Tensor, sizes: Tensor, needs: Any) -> Any:
+    read = counted(sizes, x.shape[0])
+    return products.gradients(dy, None, x, weight, read, "none", needs)
