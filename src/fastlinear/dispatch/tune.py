@@ -212,7 +212,8 @@ def winner(samples: dict[str, Samples]) -> tuple[str, dict[str, Ratio]]:
 
 def metric_of(problem: Problem) -> str:
     """What counts for a Problem: the device inside a CUDA graph, and for pieces of a training step
-    on a GPU, which a tape launches: the Python of a backend's function is not run again.
+    on a GPU, which a tape launches: the Python of a backend's function is not run again. PyTorch's
+    own ops, which no tape launches, are told too short there by what they cost the host.
     """
     of_step = STEP in family(problem.family).pieces and problem.piece != STEP
     inside = problem.device == "cuda" and problem.needs_grad and of_step

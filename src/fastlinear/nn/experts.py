@@ -126,7 +126,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, topk_index: Tensor, topk_weight: Tensor) -> Tensor:
         """x (..., H), topk_index and topk_weight (..., k) → (..., H)."""
-        rows, index, weight = (t.flatten(0, -2) for t in (x, topk_index, topk_weight))
+        rows, index, weight = (t.reshape(-1, t.shape[-1]) for t in (x, topk_index, topk_weight))
         y = experts(
             *(rows, index, weight, self.gate_up_proj, self.down_proj),
             *(self.gate_up_proj_bias, self.down_proj_bias),

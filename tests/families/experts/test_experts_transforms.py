@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastlinear as fl
-from tests.families.experts.expert_calls import drawn
+from fastlinear.families.experts.op import _call
+from fastlinear.op import library
+from fastlinear.op.spec import leaves
+from tests.families.experts.expert_calls import OPTIONS, drawn
 
 CALL = drawn(7, 2, 3, 8, 4, dtype=torch.float64)
 X, WEIGHT, *REST = (t for t in CALL.tensors if t is not None)
@@ -35,6 +39,19 @@ def test_transforms() -> None:
     torch.testing.assert_close(tangent, y)  # linear in the routing weights
     both = torch.func.vmap(lambda w: run(X, w, *REST))(torch.stack([WEIGHT, 2 * WEIGHT]))
     torch.testing.assert_close(both, torch.stack([y, 2 * y]))
+
+
+def test_a_backward_of_another_way_finds_what_its_forward_kept() -> None:
+    """A registered forward by PyTorch's own ops, and a backward by ours."""
+    given = [t.float().requires_grad_() for t in (X, WEIGHT, *REST)]
+    x, weight, gate_up, down, *biases = given
+    call = _call(x, CALL.index, weight, gate_up, down, *biases, **{**OPTIONS, "backend": "cpp"})
+    op = partial(library.call, "experts", *leaves(call), *call[3:8], True, "cpp")
+    expected = torch.autograd.grad(op()[0], given, CALL.dy.float())
+    with torch.autograd.forward_ad.dual_level():
+        y = op()[0]
+    for a, b in zip(torch.autograd.grad(y, given, CALL.dy.float()), expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_checkpoints_run_it_again() -> None:

@@ -31,7 +31,7 @@ __all__ = ["FAMILY", "NAME", "problem"]
 _HOME = "fastlinear.families.experts"
 _OWN = tuple(f"families/experts/{name}.py" for name in ("routed", "products", "gate", "formula"))
 _REFERENCE = ("families/experts/reference.py", "families/grouped/ragged/products.py")
-_MOST_SLOTS = (1 << 31) - 1
+_MOST_SLOTS = (1 << 31) - (1 << 14)  # programs count past the last by a block
 
 
 def _sources(backend: str, *own: str) -> tuple[str, ...]:

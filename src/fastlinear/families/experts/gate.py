@@ -18,6 +18,8 @@ from fastlinear.families.gated.stacking import halves
 PLAIN = "inf 1.0 0.0"
 """The numbers of a gate that clamps, scales and shifts nothing, as an option of a call."""
 
+_LEAST, _MOST = 1e-30, 1e30  # of float32, with room for what they meet
+
 
 class Gate(NamedTuple):
     """A gate.
@@ -66,9 +68,14 @@ def numbers_of(limit: Any, alpha: Any, offset: Any) -> str:
         return PLAIN
     limit = math.inf if limit is None else limit
     for name, value, fits, expected in (
-        ("limit", limit, lambda v: v > 0, "a number above 0, or None"),
-        ("alpha", alpha, lambda v: 0 < v < math.inf, "a finite number above 0"),
-        ("up_offset", offset, lambda v: abs(v) < math.inf, "a finite number"),
+        (
+            "limit",
+            limit,
+            lambda v: v == math.inf or _LEAST <= v <= _MOST,
+            f"None, or from {_LEAST} to {_MOST}",
+        ),
+        ("alpha", alpha, lambda v: _LEAST <= v <= _MOST, f"from {_LEAST} to {_MOST}"),
+        ("up_offset", offset, lambda v: abs(v) <= _MOST, f"of at most {_MOST}"),
     ):
         if isinstance(value, bool) or not isinstance(value, int | float) or not fits(value):
             raise InputError(

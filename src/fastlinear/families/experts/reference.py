@@ -19,6 +19,17 @@ def experts(
     gate: Gate,
     first: int,
 ) -> Tensor:
+    """y of ``with_pre``."""
+    return with_pre(x, weights, routing, gate, first)[0]
+
+
+def with_pre(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor],
+    routing: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    gate: Gate,
+    first: int,
+) -> tuple[Tensor, Tensor]:
     """``y_t = Σ_j w_tj (h_tj W_downᵀ + b_down)``, ``h_tj = gate(x_t W_gate_upᵀ + b_gate_up)``.
 
     Slots (token, choice) are sorted by expert. Gathering and combining permute them, so that every
@@ -32,14 +43,15 @@ def experts(
         first: the expert of the first weight.
 
     Returns:
-        y (T, H), differentiable. A slot whose expert has no weight here adds nothing.
+        y (T, H), and what comes before the gate, (T k, 2I) sorted by expert; both differentiable.
+        A slot whose expert has no weight here adds nothing.
     """
     gate_up, down = weights
     index, weight, gate_up_bias, down_bias = routing
     (tokens, top), count = index.shape, gate_up.shape[0]
-    expert = index - first
-    here = (expert >= 0) & (expert < count)
-    keys, order = torch.where(here, expert, count).flatten().sort(stable=True)
+    index = index.long()
+    here = (index >= first) & (index < first + count)
+    keys, order = torch.where(here, index - first, count).flatten().sort(stable=True)
     numbers = torch.arange(max(count + 1, len(order)), dtype=keys.dtype, device=x.device)
     sizes = torch.searchsorted(keys, numbers[: count + 1]).diff()
     place = torch.empty_like(order).scatter(0, order, numbers[: len(order)].long())
@@ -48,7 +60,7 @@ def experts(
     pre = _multiply(rows, gate_up, sizes, gate_up_bias, keys, owned)
     slots = _multiply(gate.value(pre), down, sizes, down_bias, keys, owned)[place]
     shares = torch.where(here, weight, 0)[..., None]
-    return (slots.unflatten(0, (tokens, top)) * shares).sum(1).to(x.dtype)
+    return (slots.unflatten(0, (tokens, top)) * shares).sum(1).to(x.dtype), pre
 
 
 def _multiply(

@@ -35,9 +35,8 @@ def _forward(call: Arguments, chosen: Chosen, saves: bool) -> tuple[Tensor, Sequ
     if formula is not None:
         y, kept = routed.forward(formula.way, call[0], call[1], call[2])
         return y, [kept.pre] if saves and kept.pre is not None else []
-    y = _by_torch(call, leaves(call))
-    # PyTorch's own ops keep nothing from here to the backward, which forms all anew
-    return y, [y.new_zeros(_saved(call)[0])] if saves else []
+    y, pre = _by_torch(call, leaves(call))
+    return y, [pre.contiguous()] if saves else []
 
 
 def _backward(
@@ -55,17 +54,17 @@ def _backward(
     # inside a registered op nothing is recorded for gradients where a mode watches it
     below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with _disable_current_modes(), below, torch.enable_grad():
-        y = _by_torch(call, own)
+        y, _ = _by_torch(call, own)
         wanted = [t for t, need in zip(own, needs, strict=True) if need]
         found = iter(torch.autograd.grad(y, wanted, dy))
     return [next(found) if need else None for need in needs]
 
 
-def _by_torch(call: Arguments, tensors: Sequence[Any]) -> Tensor:
+def _by_torch(call: Arguments, tensors: Sequence[Any]) -> tuple[Tensor, Tensor]:
     x, gate_up, down, *routing = tensors
     activation, order, numbers, first = call[3:7]
     gate = gate_of(activation, order, numbers)
-    return reference.experts(x, (gate_up, down), tuple(routing), gate, int(first))  # type: ignore[arg-type]
+    return reference.with_pre(x, (gate_up, down), tuple(routing), gate, int(first))  # type: ignore[arg-type]
 
 
 def _shape(call: Arguments) -> Shape:

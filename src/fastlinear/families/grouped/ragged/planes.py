@@ -12,7 +12,7 @@ from torch import Tensor
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import why_no_hopper
 from fastlinear.families.linear.cuda.planes import (
-    MOST_NUMBERS,
+    MOST_OF_GROUPS,
     SEGMENT,
     Derivation,
     pitch,
@@ -30,8 +30,8 @@ def reason_not(p: Problem) -> str | None:
     m, k, n, groups = map(p.dim, "MKNG")
     if groups < 1 or m < 1:
         return "no groups" if m else "no rows"
-    if (m + SEGMENT * min(m, groups)) * pitch(max(k, n)) > MOST_NUMBERS:
-        return "planes of all rows may have 2^29 elements, 64 rows at a time"
+    if (m + SEGMENT * min(m, groups)) * pitch(max(k, n)) > MOST_OF_GROUPS:
+        return "planes of all rows may have 2^28 elements, 64 rows at a time"
     return why_not_of(SEGMENT, k, n, max(2, groups))
 
 

@@ -23,7 +23,7 @@ from fastlinear.kernels.cuda.hopper import ASYNC, BK, SHARED_LIMIT, WORDS, wgmma
 KERNEL, SUMS_KERNEL = "planes_product", "planes_sums"
 SPLIT_KERNEL, BIAS_KERNEL = "planes_split", "planes_bias"
 GROUPS_KERNEL = "planes_groups"
-SPLIT_THREADS = GROUPS_THREADS = 256
+SPLIT_THREADS, GROUPS_THREADS = 256, 1024
 CAPABILITY = (9, 0)
 SEGMENT = 64
 PITCH = 8
@@ -33,7 +33,7 @@ AT_ONCE = 1 << 27
 _LINES = 128  # of a part a multiple
 _MOST_SLICES = 64
 _MOST = 1 << 30  # of each size: coordinates of tiles are 32-bit
-MOST_NUMBERS = 1 << 29  # of each operand: planes are copies
+MOST_NUMBERS, MOST_OF_GROUPS = 1 << 29, 1 << 28  # of each operand: planes are copies
 _HERE = Path(__file__).parent
 _PARTS = tuple(f"planes_{part}.h" for part in ("params", "loads", "steps", "read", "results"))
 
@@ -59,8 +59,8 @@ def why_not_of(m: int, k: int, n: int, groups: int = 1) -> str | None:
         return "sizes must stay below 2^30"
     each = ((m, k), (k, m), (n, k), (k, n), (m, n), (n, m))
     if groups > 1:
-        if max(groups * up(rows, SEGMENT) * pitch(row) for rows, row in each) > MOST_NUMBERS:
-            return "planes of all groups may have 2^29 elements, 64 rows at a time"
+        if max(groups * up(rows, SEGMENT) * pitch(row) for rows, row in each) > MOST_OF_GROUPS:
+            return "planes of all groups may have 2^28 elements, 64 rows at a time"
     elif max(rows * pitch(row) for rows, row in each) > MOST_NUMBERS:
         return "x, weight and y may have 2^29 elements each, rows of eight: planes are copies"
     return None

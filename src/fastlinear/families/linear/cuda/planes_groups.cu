@@ -4,7 +4,7 @@
 //
 // hopper_words.h, hopper_async.h and planes.h come before this file.
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 1024;
 
 struct Params {
   const void* sizes;  // (groups)
