@@ -109,7 +109,7 @@ def test_buffers_gradients_and_random_state_stay() -> None:
     grads = [p.grad for p in model.parameters()]
     values = [g.clone() for g in grads if g is not None]
     before, state = snapshot(model), torch.get_rng_state()
-    optimize_(model, X, config=TRAIN).revert()
+    optimize_(model, X, TRAIN).revert()
     assert snapshot(model) == before
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))

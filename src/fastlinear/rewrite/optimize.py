@@ -45,8 +45,8 @@ _NOTHING_CODES = ("already_fastlinear", "already_rewritten", "not_called", "empt
 def optimize_(
     model: nn.Module,
     inputs: Any,
-    *,
     config: Config | None = None,
+    *,
     filter_fn: FilterFn | None = None,
     loss_fn: LossFn | None = None,
     progress: Progress = silent,
