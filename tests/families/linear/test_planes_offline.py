@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -41,10 +42,10 @@ def test_long_activations_stay_in_registers(activation: str) -> None:
 
 @pytest.mark.parametrize("activation", ["none", "gelu", "mish", "sine"])
 def test_splits_stay_in_registers(activation: str) -> None:
-    for grouped in (False, True):
-        text = planes.split_source(activation, grouped)
+    for grouped, ragged in product((False, True), repeat=2):
+        text = planes.split_source(activation, grouped, ragged)
         found = nvrtc.usage(text, "planes_split.cu", ARCH)
-        most = 8 if grouped or activation == "sine" else 0
+        most = 48 if activation == "mish" else 0  # of what its derivative is made of
         assert max(one.frame for one in found.values()) <= most
         assert found[planes.SPLIT_KERNEL].registers <= 64
 

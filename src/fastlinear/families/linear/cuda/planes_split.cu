@@ -207,6 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
     const int group = GROUPED ? down / m.down : 0;
     m.read({0, m.rows, group, 0}, row - group * m.down * SEGMENT, column, v);
   }
+  settle(reinterpret_cast<float(&)[16]>(v));  // what made them needs no registers
   {
     Span own_span;
 #pragma unroll
