@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import Tensor
 
 from fastlinear.families.linear.cuda import planes_product, planes_split
 from tests.families.hopper_only import hopper_tests
@@ -27,3 +28,9 @@ def placed(where: str) -> Iterator[None]:
         planes_split.plans.clear()
         planes_product.plans.clear()
         planes_product._units.cache_clear()
+
+
+def values(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers there, the same in each place."""
+    drawn = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device())

@@ -18,7 +18,7 @@ from fastlinear.families.grouped.problem import problem
 from fastlinear.families.linear.cuda import planes_product
 from fastlinear.families.linear.cuda.planes import Config
 from fastlinear.families.linear.cuda.planes_split import Source, split
-from tests.families.planes_places import PLACES, placed
+from tests.families.planes_places import PLACES, placed, values
 
 SIZES = [(70, 3, 72, 130), (1, 2, 64, 8), (129, 2, 200, 7), (64, 1, 33, 65), (5, 4, 3, 9)]
 """Tokens, groups, features before and after."""
@@ -29,11 +29,6 @@ _ALL = (True, True, True)
 def place(request: pytest.FixtureRequest) -> Iterator[None]:
     with placed(request.param):
         yield
-
-
-def values(*shape: int, seed: int = 0) -> Tensor:
-    drawn = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-    return drawn.to(torch.get_default_device())
 
 
 def drawn(sizes: tuple[int, int, int, int], order: str) -> tuple[Tensor, ...]:

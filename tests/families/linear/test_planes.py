@@ -29,7 +29,7 @@ from fastlinear.families.linear.cuda.planes import (
 )
 from fastlinear.families.linear.cuda.planes_split import Planes, Source
 from tests.families.hopper_only import on_hopper
-from tests.families.planes_places import PLACES, placed
+from tests.families.planes_places import PLACES, placed, values
 from tests.kernels import emulation
 
 _EMULATED = ("relu", "gelu", "sine", "softplus")
@@ -45,11 +45,6 @@ def split(matrices: Sequence[Tensor], by_columns: Sequence[bool]) -> list[Planes
     return planes_split.split(
         [Source(t, not way, way) for t, way in zip(matrices, by_columns, strict=True)]
     )
-
-
-def values(*shape: int, seed: int = 0) -> Tensor:
-    drawn = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-    return drawn.to(torch.get_default_device())
 
 
 def near(ours: Tensor | None, theirs: Tensor, oracle: Tensor) -> None:

@@ -15,7 +15,7 @@ from fastlinear.core.compare import judge
 from fastlinear.families.grouped.ragged import planes, products
 from fastlinear.families.grouped.ragged.problem import problem
 from fastlinear.families.linear.cuda.planes_split import ragged
-from tests.families.planes_places import PLACES, placed
+from tests.families.planes_places import PLACES, placed, values
 
 SIZES = [
     ([70, 0, 129, 1], 200, 72, 130),
@@ -32,11 +32,6 @@ _ALL = (True, True, True)
 def place(request: pytest.FixtureRequest) -> Iterator[None]:
     with placed(request.param):
         yield
-
-
-def values(*shape: int, seed: int = 0) -> Tensor:
-    drawn = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-    return drawn.to(torch.get_default_device())
 
 
 def drawn(rows: int, groups: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -63,7 +63,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) planes_groups(const __grid
     __syncthreads();
     const long long begin = own ? all[own - 1] : from ? rows[from] : 0;
     const int count = static_cast<int>(end - begin);
-    const int own_blocks = (count + SEGMENT - 1) / SEGMENT, own_tiles = (count + 2 * SEGMENT - 1) / (2 * SEGMENT);
+    const int own_blocks = (count + SEGMENT - 1) / SEGMENT;
+    const int own_tiles = (count + 2 * SEGMENT - 1) / (2 * SEGMENT);
     const long long both = sum_up_to(all, static_cast<long long>(own_blocks) << 32 | own_tiles);
     if (g < groups) {
       blocks[g + 1] = block + static_cast<int>(both >> 32);

@@ -115,7 +115,8 @@ __device__ __forceinline__ void fill(const Params& p, u32 base, int first, int s
   }
 }
 
-__device__ __forceinline__ void fill_planes(const Params& p, u32 base, int first, int step, int tiles, int tiles_m) {
+__device__ __forceinline__ void fill_planes(const Params& p, u32 base, int first, int step, int tiles,
+                                            int tiles_m) {
   const auto load = [&](int stage, u32, u32 full, Tile tile, int kt, u32 told, const Small& small) {
     bool a_shared[BM / 64], b_shared[BN / 64];
 #pragma unroll
@@ -142,7 +143,8 @@ __device__ __forceinline__ void fill_planes(const Params& p, u32 base, int first
 }
 
 // Those of lines that exist. By a warp.
-__device__ __forceinline__ void fill_scales(const Params& p, u32 base, int first, int step, int tiles, int tiles_m) {
+__device__ __forceinline__ void fill_scales(const Params& p, u32 base, int first, int step, int tiles,
+                                            int tiles_m) {
   const auto load = [&](int stage, u32 odd, u32 full, Tile tile, int kt, u32 told, const Small&) {
     if (lane_id()) return;
     const u32 to = scales_at(base, stage, odd);

@@ -55,16 +55,16 @@ class _ProductPlan:
     def __init__(
         self, a: Operand, b: Planes, y: Strides, text: str, config: Config, device: int
     ) -> None:
-        self._sizes = *sides(a), sides(b)[0]
+        self._sizes, self._ragged = (*sides(a), sides(b)[0]), raggedness(a, b)
         m, _, n = self._sizes
         groups, self._y = b.source.groups, y
         block = self._block(a, b, config, device)
         kernel = compiled.kernel(text, KERNEL, config.shared_bytes, device)
         launch = driver.Launch(kernel, config.threads, 1, [block.argument])  # type: ignore[list-item]
-        table, way = raggedness(a, b)
+        ragged, way = self._ragged
         tiles_m = -(-m // 128) * groups
-        if table is not None and way is Raggedness.ROWS:
-            tiles_m = table.most_tiles
+        if ragged is not None and way is Raggedness.ROWS:
+            tiles_m = ragged.most_tiles
         tiles = tiles_m * -(-n // config.bn) * config.slices
         launch.set_grid(min(tiles, launch.max_clusters()))
         launch.begin_early()
@@ -107,7 +107,7 @@ class _ProductPlan:
         for i in range(4):  # bias, y, pre, parts
             block.address(_MAPS + 80 + 8 * i, 2 * TENSORS + i)
         at = _STRIDES + (6 * READ + 1) * 8
-        if (ragged := raggedness(a, b)[0]) is not None:
+        if (ragged := self._ragged[0]) is not None:
             block.address(at, 2 * TENSORS + 4, 15)
             block.numbers(at + 8, "3i", *ragged.facts)
         tiles_m, tiles_n = -(-m // 128), -(-n // config.bn)

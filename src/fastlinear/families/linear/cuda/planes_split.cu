@@ -199,7 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) planes_split(const __gr
   if (RAGGED && m.ragged) {
     const Lines lines = p.groups.of_blocks()[down];
     if (lines.group < 0) {
-      if (m.by_rows.scales && own == 0) m.by_rows.small[right * (m.by_rows.lines / SEGMENT) + down] = UNIFORM;
+      if (m.by_rows.scales && own == 0)
+        m.by_rows.small[right * (m.by_rows.lines / SEGMENT) + down] = UNIFORM;
       return;
     }
     m.read(lines, own / FOURS * 4, column, v);
