@@ -12,7 +12,7 @@
 
 #include <algorithm>
 #include <map>
-#include <vector>
+#include <memory>
 
 using std::max;
 using std::min;
@@ -395,7 +395,8 @@ inline void settle(float (&)[kCount]) {}
 // ---------------------------------------------------------------- launches
 
 static void run_grid(int columns, int rows, int threads, void (*body)()) {
-  static std::vector<std::vector<char>> stacks(MOST_THREADS, std::vector<char>(1 << 16));
+  constexpr int kStack = 1 << 16;
+  const std::unique_ptr<char[]> stacks(new char[threads * kStack]);  // a library stays, these do not
   threads_of_block = threads;
   gridDim.x = columns;
   for (int i = 0; i < columns * rows; ++i) {
@@ -410,8 +411,8 @@ static void run_grid(int columns, int rows, int threads, void (*body)()) {
       Fiber& fiber = fibers[thread];
       fiber.done = false;
       getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = stacks[thread].data();
-      fiber.context.uc_stack.ss_size = stacks[thread].size();
+      fiber.context.uc_stack.ss_sp = stacks.get() + thread * kStack;
+      fiber.context.uc_stack.ss_size = kStack;
       fiber.context.uc_link = &home;
       makecontext(&fiber.context, body, 0);
     }
