@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <memory>
 #include <vector>
 
 using std::max;
@@ -213,7 +214,8 @@ void multiply(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
 #endif
 
 void run_blocks(int blocks, void (*body)()) {
-  static std::vector<std::vector<char>> stacks(BLOCK, std::vector<char>(1 << 17));
+  constexpr int kStack = 1 << 17;
+  const std::unique_ptr<char[]> stacks(new char[BLOCK * kStack]);  // a library stays, these do not
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
     memset(shared_memory, 0xff, sizeof(shared_memory));
     for (int i = 0; i < BLOCK; ++i) {
@@ -221,8 +223,8 @@ void run_blocks(int blocks, void (*body)()) {
       fiber.done = false;
       fiber.groups.clear();
       getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = stacks[i].data();
-      fiber.context.uc_stack.ss_size = stacks[i].size();
+      fiber.context.uc_stack.ss_sp = stacks.get() + i * kStack;
+      fiber.context.uc_stack.ss_size = kStack;
       fiber.context.uc_link = &home;
       makecontext(&fiber.context, body, 0);
     }
