@@ -7,7 +7,7 @@ for the same piece in float32 runs, and results are rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -38,11 +38,20 @@ def work(family: Family, p: Problem) -> tuple[Work, ...] | None:
     """The work in float32, and passes over all numbers that are read or written."""
     q = _single(p)
     inner = family.work_of(q, select(q, ready=False).backend.name)
+    return None if inner is None else _with_passes(family, p, inner)
+
+
+def inside(family: Family, p: Problem, works: Iterable[Work]) -> tuple[Work, ...]:
+    """The same of a backend that widens and rounds within its own call, where less is paid for it."""
+    return _with_passes(family, p, works, "inside")
+
+
+def _with_passes(
+    family: Family, p: Problem, works: Iterable[Work], *variants: str
+) -> tuple[Work, ...]:
     numbers = family.cost(p).bytes / FLOAT_DTYPES[p.dtype].itemsize
-    sizes = {"numbers": numbers}
-    if inner is None:
-        return None
-    return (*(replace(w, dtype="float32") for w in inner), Work(WIDENED, numbers, sizes))
+    passes = Work(WIDENED, numbers, {"numbers": numbers}, variants=variants)
+    return (*(replace(w, dtype="float32") for w in works), passes)
 
 
 def _single(p: Problem) -> Problem:

@@ -63,6 +63,50 @@ def test_results_share_no_memory() -> None:
     assert len({t.untyped_storage().data_ptr() for t in saved}) == len(weights)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("names", [("relu", "none"), ("gelu", "tanh"), ("silu", "gelu")])
+@pytest.mark.parametrize(
+    ("m", "widths"),
+    [(1, (16, 16)), (5, (70, 33, 2)), (130, (70, 30, 50)), (3001, (200, 72, 5))],
+)
+def test_numbers_of_16_bits(
+    dtype: torch.dtype, names: tuple[str, str], m: int, widths: tuple[int, ...]
+) -> None:
+    """What the forward gives and keeps, and every gradient; many rows in parts."""
+    x, weights, biases = net(m, *widths)
+    ws, bs = (tuple(t.to(dtype) for t in some) for some in (weights, (*biases[:-1],)))
+    call = x.to(dtype), ws, (*bs, None)
+
+    def double(given: Any) -> Any:
+        if isinstance(given, tuple):
+            return tuple(map(double, given))
+        return given.double() if isinstance(given, Tensor) else given
+
+    def same(ours: Any, theirs: Any, oracle: Any) -> None:
+        for a, t, o in zip(*map(flat, (ours, theirs, oracle)), strict=True):
+            assert (a is None) == (t is None)
+            if a is not None:
+                assert a.dtype is dtype
+                assert judge("result", a, t, o).passed, judge("result", a, t, o)
+
+    theirs = reference.forward(*call, *names, True)
+    same(whole.forward(*call, *names, True), theirs, reference.forward(*double(call), *names, True))
+    assert whole.forward(*call, *names, False)[0].equal(whole.forward(*call, *names, True)[0])
+    dy = torch.randn(m, widths[-1]).to(dtype)
+    for needs in (
+        (True, (True,) * len(ws), (*(True,) * len(bs), False)),
+        (False, (*(False,) * (len(ws) - 1), True), (False,) * len(ws)),
+    ):
+        given = dy, call[0], ws, theirs[1]
+        rest = *names, needs
+        ours = whole.backward(*given, *rest)
+        same(ours, reference.backward(*given, *rest), reference.backward(*double(given), *rest))
+
+
+def flat(given: Any) -> list[Any]:
+    return [t for part in given for t in (part if isinstance(part, tuple) else (part,))]
+
+
 def test_odd_sizes() -> None:
     """Every number of rows up to 70, widths with every remainder of vectors and of dot blocks."""
     for m in range(1, 71):
@@ -230,7 +274,9 @@ def test_what_it_refuses() -> None:
         return whole.reason_not(problem(piece, m, widths, **given))
 
     assert why() is None
-    assert "float32 only" in str(why(dtype="bfloat16"))
+    assert "float64" in str(why(dtype="float64"))
+    assert why(dtype="bfloat16", widths=(2048, 2048)) is None
+    assert "16 bits" in str(why(dtype="bfloat16", widths=(2048, 2049)))
     assert "CPU" in str(why(device="cuda"))
     assert "contiguous" in str(why(w_layout="mixed"))
     assert why(widths=(8, 9000), m=16) is None

@@ -123,6 +123,22 @@ def test_the_bits_of_the_python_formula(activation: str, backend: str, bias: str
             assert way.ran == ran
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_of_16_bits(dtype: torch.dtype) -> None:
+    """A recorded call of the whole net in C++ gives the bits of one from Python."""
+    given = net((5,), (7, 9, 4, 6), dtype=dtype)
+    way = Way("whole_cpp", "whole_cpp", ("gelu", "tanh"), 3)
+    way.admit(*given)
+    expected, wanted = way.python(*given), flat(*given)
+    dy = torch.randn_like(expected)
+    before = torch.autograd.grad(expected, wanted, dy)
+    for _ in range(2):
+        ran = way.ran
+        y = way(*given)
+        same([y, *torch.autograd.grad(y, wanted, dy)], [expected, *before])
+    assert way.ran == ran
+
+
 @pytest.mark.parametrize("frozen", [(), (0,), (0, 1), (2, 3), (0, 1, 2, 4)])
 def test_frozen_parts(frozen: tuple[int, ...]) -> None:
     given = net((4,), (6, 5, 5, 3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch import widened
 from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.steps import of_pieces
@@ -28,8 +29,9 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
         return _step(p, backend)
     layers = layerwise.layers_of(p)
     if backend == "whole_cpp":
-        each = (w for layer in layers for w in _whole(layer, p.piece))
-        return (host(f"{NAME} whole_cpp {p.piece}"), *each)
+        own = host(f"{NAME} whole_cpp {p.piece}")
+        each = [own, *(w for layer in layers for w in _whole(layer, p.piece))]
+        return tuple(each) if p.dtype == "float32" else widened.inside(family(NAME), p, each)
     found = [host(f"{NAME} eager {p.piece}")]  # layerwise is a loop over layers as well
     known: dict[Problem, tuple[Work, ...]] = {}  # of equal layers one is looked at
     for layer in layers:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -74,7 +75,7 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
     plan = _inference(chosen[0].load(), *names)
     (name,) = backends
     dense = all(t.is_contiguous() for t in (x, *weights, *biases) if t is not None)
-    if name == "whole_cpp" and dense and x.dim() <= 3:
+    if name == "whole_cpp" and dense and x.dim() <= 3 and x.dtype is torch.float32:
         codes = whole.codes(len(weights), *names)
         return Resolved(plan, ("chain", whole.address(), codes))
     return inferring(plan, x)

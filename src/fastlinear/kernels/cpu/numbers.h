@@ -64,6 +64,14 @@ inline Half narrow<Half>(float x) {
   return {uint16_t(sign | chosen(size > 0x7f800000u, 0x7e00u, finite))};
 }
 
+inline void widen(const Bf16* from, float* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = wide(from[i]);
+}
+
+inline void narrow_all(const float* from, Bf16* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = narrow<Bf16>(from[i]);
+}
+
 // n numbers of float16, by the processor's own conversions where it has them.
 inline void widen(const Half* from, float* to, int64_t n) {
   int64_t i = 0;

@@ -1,7 +1,8 @@
-// Whole MLPs on the CPU, float32, one call for all layers: h_{i+1} = act_i(h_i W_i^T + b_i).
+// Whole MLPs on the CPU, one call for all layers: h_{i+1} = act_i(h_i W_i^T + b_i).
 //
 //   fastlinear_mlp_forward    y, and what the backward reads where it is asked for
 //   fastlinear_mlp_backward   dx, every dW and db
+//   ..._half                  the same of bfloat16 or float16 numbers (mlp_half.h)
 //
 // Weights are read where they lie at every call; nothing of them is kept between calls. Scratch
 // belongs to the thread. Vectors are those of the processor compiled for (kLanes floats).
@@ -95,3 +96,5 @@ extern "C" void fastlinear_mlp_backward(int64_t layers, const int64_t* widths, c
   if (dx)
     for (int64_t r = 0; r < m; ++r) std::memcpy(dx + r * widths[0], d + r * wide, widths[0] * 4);
 }
+
+#include "mlp_half.h"

@@ -1,15 +1,16 @@
-"""The whole net in one C++ call on the CPU, float32, forward and backward.
+"""The whole net in one C++ call on the CPU, forward and backward.
 
 Compiled for this very processor. Activations stay in the thread's cache; weights are read where
 they lie at every call, so nothing can be stale. Sums run in float32, at most 64 products (128
 where vectors are 8 wide, 256 where 4) before they join the total. Results do not depend on the
-number of threads.
+number of threads. Numbers of 16 bits are widened where they come in, and results rounded once.
 """
 
 from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,16 @@ _FEW_ROWS = 16  # mlp_forward.h's kDotRows: any width
 _MAX_WIDTH = 8192
 _MAX_BACKWARD_ROWS = 512
 _MAX_BACKWARD_WIDTH = 2048
+_MAX_WIDENED = 1 << 22
+"""Weights of 16 bits that a call widens: threads keep the memory."""
 
 
 def reason_not(p: Problem) -> str | None:
     """Why this backend cannot serve the Problem, or None."""
     if p.device != "cpu":
         return "compiled for the CPU only"
-    if p.dtype != "float32":
-        return f"float32 only, not {p.dtype}"
+    if p.dtype == "float64":
+        return "serves no float64"
     widths = widths_of(p)
     if p.dim("M") < 1 or min(widths) < 1:
         return "an empty dimension"
@@ -44,6 +47,9 @@ def reason_not(p: Problem) -> str | None:
         return f"more than {_FEW_ROWS} rows of a width of more than {_MAX_WIDTH}: {max(widths)}"
     if p.option("w") != "nk":
         return "needs contiguous weights"
+    weights = sum(k * n for k, n in pairwise(widths))
+    if p.dtype != "float32" and weights > _MAX_WIDENED:
+        return f"{weights} weights are more than the {_MAX_WIDENED} of 16 bits that it widens"
     if p.piece == "backward":
         if p.dim("M") > _MAX_BACKWARD_ROWS:
             return f"{p.dim('M')} rows are more than the {_MAX_BACKWARD_ROWS} its backward holds"
@@ -73,7 +79,7 @@ def forward(
         pre = activation_of(final_activation).saved == "pre"
         saved = (*hidden, torch.empty_like(y) if pre else y)
     recorder.run(
-        _library().fastlinear_mlp_forward,
+        *_function("forward", x.dtype),
         layers,
         _widths(weights),
         (ctypes.c_int32 * layers)(*codes(layers, activation, final_activation)),
@@ -109,7 +115,7 @@ def backward(
         w.new_empty(w.shape[0]) if need else None for w, need in zip(weights, need_bs, strict=True)
     )
     recorder.run(
-        _library().fastlinear_mlp_backward,
+        *_function("backward", x.dtype),
         layers,
         _widths(weights),
         (ctypes.c_int32 * layers)(*codes(layers, activation, final_activation)),
@@ -143,12 +149,20 @@ def _widths(weights: Weights) -> Any:
     )
 
 
+def _function(piece: str, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The C++ function of a piece, and what comes before its other arguments."""
+    if dtype is torch.float32:
+        return (getattr(_library(), f"fastlinear_mlp_{piece}"),)
+    return getattr(_library(), f"fastlinear_mlp_{piece}_half"), int(dtype is torch.bfloat16)
+
+
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
     library = cpp_build.load(_SOURCE)
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    library.fastlinear_mlp_forward.argtypes = [size, *[pointer] * 7, size]
-    library.fastlinear_mlp_forward.restype = None
-    library.fastlinear_mlp_backward.argtypes = [size, *[pointer] * 9, size, size]
-    library.fastlinear_mlp_backward.restype = None
+    forward, backward = [size, *[pointer] * 7, size], [size, *[pointer] * 9, size, size]
+    for name, types in (("forward", forward), ("backward", backward)):
+        for end, first in (("", []), ("_half", [ctypes.c_int])):
+            function = getattr(library, f"fastlinear_mlp_{name}{end}")
+            function.argtypes, function.restype = [*first, *types], None
     return library
