@@ -42,7 +42,7 @@ def work(family: Family, p: Problem) -> tuple[Work, ...] | None:
 
 
 def inside(family: Family, p: Problem, works: Iterable[Work]) -> tuple[Work, ...]:
-    """The same of a backend that widens and rounds within its own call, where less is paid for it."""
+    """The same of a backend that widens and rounds within its own call, which costs less."""
     return _with_passes(family, p, works, "inside")
 
 
