@@ -313,6 +313,65 @@ struct Pass<QuickGelu> : QuickGelu {
 };
 
 // --------------------------------------------------------------------------------------------
+// Smooth activations: act' as a function of what is saved, and its derivatives by that.
+
+struct Slopes {
+  float first, second, third;
+};
+
+template <class A>
+struct Smooth {  // Slopes at(float saved), where there is such a form
+  static constexpr bool kKnown = false;
+};
+struct Known {
+  static constexpr bool kKnown = true;
+};
+template <>
+struct Smooth<Tanh> : Known {
+  static Slopes at(float y) { return {(1.0f - y) * (1.0f + y), -2.0f * y, -2.0f}; }
+};
+template <>
+struct Smooth<Sigmoid> : Known {
+  static Slopes at(float y) { return {y * (1.0f - y), 1.0f - 2.0f * y, -2.0f}; }
+};
+template <>
+struct Smooth<Softplus> : Known {
+  static Slopes at(float y) {
+    const float rest = decay_(y);
+    return {Softplus::of(1.0f, y), rest, -rest};
+  }
+};
+template <>
+struct Smooth<Sine> : Known {
+  static Slopes at(float x) {
+    const float cosine = sine_(x, 1);
+    return {cosine, -sine_(x, 0), -cosine};
+  }
+};
+template <>
+struct Smooth<Silu> : Known {
+  static Slopes at(float x) {  // t = s (1 - s), t' = t u, u' = -2 t
+    const float s = sigmoid_(x), t = slope_(x), u = 1.0f - 2.0f * s;
+    return {s + x * t, t * (2.0f + x * u), t * (3.0f * u + x * (u * u - 2.0f * t))};
+  }
+};
+template <>
+struct Smooth<QuickGelu> : Known {
+  static Slopes at(float x) {  // silu(c x) / c
+    constexpr float c = 1.702f;
+    const Slopes of = Smooth<Silu>::at(c * x);
+    return {of.first, c * of.second, c * c * of.third};
+  }
+};
+template <>
+struct Smooth<Gelu> : Known {
+  static Slopes at(float x) {
+    const float h = -0.5f * x * x, density = h < -87.0f ? 0.0f : 0.398942280f * exp_(h);
+    return {cdf_(x) + x * density, density * (2.0f - x * x), density * (x * x - 4.0f) * x};
+  }
+};
+
+// --------------------------------------------------------------------------------------------
 // Activations by number
 
 #define FASTLINEAR_CODE(A, PRE) k##A,

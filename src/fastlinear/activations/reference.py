@@ -156,6 +156,8 @@ ACTIVATIONS: dict[str, Activation] = {
 
 NAMES: tuple[str, ...] = tuple(ACTIVATIONS)
 
+SMOOTH = frozenset({"tanh", "sigmoid", "softplus", "sine", "silu", "quick_gelu", "gelu"})
+"""Of which C++ and Triton have act' as a function of what is saved, and two derivatives by that."""
 CODES: dict[str, int] = {name: code for code, name in enumerate(NAMES)}
 """The number of an activation in C++ and CUDA."""
 
@@ -166,6 +168,11 @@ CPP_MACRO = "FASTLINEAR_ACTIVATIONS(DO)=" + " ".join(
 
 
 CUDA_HEADER = Path(__file__).with_name("cuda.h")
+
+
+def math_of(dtype: torch.dtype) -> str:
+    """How Triton evaluates activations for results of this dtype: ``MATH`` there."""
+    return "exact" if dtype is torch.float32 else "fast"
 
 
 def cuda_macros(form: str, activation: str = "none") -> dict[str, str | int]:

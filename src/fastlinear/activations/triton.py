@@ -303,3 +303,42 @@ def activation_grad_at(dy, pre, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
         return dy * _sigmoid(0.5 * pre, MATH)
     else:
         return activation_grad(dy, pre, ACTIVATION, MATH)
+
+
+@triton.jit
+def activation_slopes(saved, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
+    """act' of a smooth activation as a function of what it saves, and two derivatives by that."""
+    if ACTIVATION == "tanh":
+        return (1.0 - saved) * (1.0 + saved), saved * -2.0, tl.full(saved.shape, -2.0, tl.float32)
+    elif ACTIVATION == "sigmoid":
+        second = 1.0 - saved * 2.0
+        return saved * (1.0 - saved), second, tl.full(saved.shape, -2.0, tl.float32)
+    elif ACTIVATION == "softplus":
+        rest = _exp(-saved, MATH)
+        return _one_less_exp(saved, MATH), rest, -rest
+    elif ACTIVATION == "sine":
+        cosine = _sine(saved, 1)
+        return cosine, -_sine(saved, 0), -cosine
+    elif ACTIVATION == "silu":
+        return _silu_slopes(saved, MATH)
+    elif ACTIVATION == "quick_gelu":  # silu(c x) / c
+        first, second, third = _silu_slopes(saved * _QUICK_GELU, MATH)
+        return first, second * _QUICK_GELU, third * (_QUICK_GELU * _QUICK_GELU)
+    else:
+        tl.static_assert(ACTIVATION == "gelu", "not a smooth activation")
+        first = activation_grad(tl.full(saved.shape, 1.0, tl.float32), saved, ACTIVATION, MATH)
+        square = saved * saved
+        density = tl.exp2(square * (-0.5 * _LOG2E)) * _INV_SQRT_2PI
+        near = tl.minimum(square, 400.0)  # beyond, density is 0, and infinity times that NaN
+        third = density * (near - 4.0) * tl.where(near < 400.0, saved, 0.0)
+        return first, density * (2.0 - near), third
+
+
+@triton.jit
+def _silu_slopes(x, MATH: tl.constexpr):
+    """Of s = sigmoid(x): t = s' without the cancellation of s (1 - s), t' = t u, u' = -2 t."""
+    e = _exp(-tl.abs(x), MATH)
+    s = tl.where(x < 0, e, 1.0) / (1.0 + e)
+    t = e / ((1.0 + e) * (1.0 + e))
+    u = 1.0 - s * 2.0
+    return s + x * t, t * (2.0 + x * u), t * (3.0 * u + x * (u * u - 2.0 * t))

@@ -1,18 +1,25 @@
-"""Gradients by PyTorch's own ops, which can be differentiated again."""
+"""Gradients that can be differentiated again: by PyTorch's own ops, or fused passes.
+
+Of a smooth activation dpre = e act'(saved), its derivatives, and theirs again are one pass each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastlinear.activations.reference import Activation
+from fastlinear.activations.reference import SMOOTH, Activation
 from fastlinear.core import calls
+from fastlinear.dispatch.backend import is_installed
 from fastlinear.fastpath import autograd_node
+from fastlinear.kernels.cpu import elementwise
 
 Derivative = Callable[[Tensor, Tensor], Tensor]
+Product = Callable[[str, Tensor, Tensor], Tensor]
 
 
 def gradients(
@@ -38,34 +45,167 @@ def gradients(
     return tuple([next(found) if need and t is not None else None for t, need in pairs])
 
 
-def grad_pre(act: Activation, dy: Tensor, saved: Tensor) -> Tensor:
-    """dy * act'(pre), differentiable in dy and in what was saved where gradients are enabled."""
-    if act.saved != "pre" or not torch.is_grad_enabled():
+def grad_pre(act: Activation, dy: Tensor, saved: Tensor, *, fused: bool = False) -> Tensor:
+    """dy * act'(pre), differentiable in dy and in what was saved where gradients are enabled.
+
+    Args:
+        fused: its own derivatives in one pass each, where there are such passes.
+    """
+    if not torch.is_grad_enabled():
+        return act.backward(dy, saved)
+    if fused and in_memory(dy, saved) and passes_of(act, saved) is not None:
+        dpre: Tensor = _apply(_GradPre, act, dy.contiguous(), saved.contiguous())
+        return dpre
+    return _grad_pre(act, dy, saved)
+
+
+def _grad_pre(act: Activation, dy: Tensor, saved: Tensor) -> Tensor:
+    """The same by PyTorch's own ops."""
+    if act.saved != "pre":
         return act.backward(dy, saved)
     pre = saved.view_as(saved)  # a node of its own, at which this gradient stops
     (dpre,) = torch.autograd.grad(act.value(pre), pre, dy, create_graph=True)
     return dpre
 
 
+def activated(act: Activation, pre: Tensor, *, fused: bool = False) -> Tensor:
+    """act(pre), whose derivatives are those of :func:`grad_pre`."""
+    if fused and act.saved == "pre" and in_memory(pre) and passes_of(act, pre) is not None:
+        y: Tensor = _apply(_Activated, act, pre.contiguous())
+        return y
+    return act.value(pre)
+
+
+def in_memory(*tensors: Tensor) -> bool:
+    """Whether these are numbers in memory, of one dtype, that nobody watches."""
+    if torch.compiler.is_compiling() or calls.watched() or calls.beyond_memory(*tensors):
+        return False
+    return all(type(t) in calls.PLAIN and t.dtype is tensors[0].dtype for t in tensors)
+
+
+def passes_of(act: Activation, t: Tensor) -> Any:
+    """The module with ``second`` and ``third`` for such tensors, or None."""
+    if act.name not in SMOOTH:
+        return None
+    if t.device.type == "cpu":
+        served = t.dtype is torch.float32 and elementwise.why_not_loaded() is None
+        return elementwise if served else None
+    if not t.is_cuda or t.dtype is torch.float64 or not is_installed("triton"):
+        return None
+    from fastlinear.kernels.triton import slopes
+
+    return slopes
+
+
+def _apply(function: type[torch.autograd.Function], *given: Any) -> Any:
+    return function.apply(*given)
+
+
+class _Activated(torch.autograd.Function):
+    """act(pre) of a smooth activation that keeps pre."""
+
+    @staticmethod
+    def forward(ctx: Any, act: Activation, pre: Tensor) -> Tensor:
+        """Of pre's shape."""
+        ctx.save_for_backward(pre)
+        ctx.act = act
+        return act.value(pre)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        """(None, dpre)."""
+        (pre,) = ctx.saved_tensors
+        return None, grad_pre(ctx.act, dy, pre, fused=True)
+
+
+class _GradPre(torch.autograd.Function):
+    """dpre = e act'(saved) of a smooth activation."""
+
+    @staticmethod
+    def forward(ctx: Any, act: Activation, e: Tensor, saved: Tensor) -> Tensor:
+        """Of e's shape."""
+        ctx.save_for_backward(e, saved)
+        ctx.act = act
+        return act.backward(e, saved)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        """(None, the gradients of e and saved)."""
+        e, saved = ctx.saved_tensors
+        if not in_memory(g, e, saved):
+            return None, *_second(ctx.act, g, e, saved)
+        return None, *_apply(_Second, ctx.act, g.contiguous(), e, saved)
+
+
+class _Second(torch.autograd.Function):
+    """g times the derivatives of e act'(saved) by e and by saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, act: Activation, g: Tensor, e: Tensor, saved: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Each of g's shape."""
+        ctx.save_for_backward(g, e, saved)
+        ctx.act = act
+        found: tuple[Tensor, Tensor] = passes_of(act, saved).second(act.name, g, e, saved)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Any, ...]:
+        """(None, the gradients of g, e and saved); by PyTorch's own ops for a graph of them."""
+        act, given = ctx.act, ctx.saved_tensors
+        if torch.is_grad_enabled() or not in_memory(a, b, *given):
+            run = partial(_second, act)
+            return None, *gradients(run, given, calls.wanted(ctx)[1:], (a, b))
+        return None, *passes_of(act, given[0]).third(
+            act.name, a.contiguous(), b.contiguous(), *given
+        )
+
+
+def _second(act: Activation, g: Tensor, e: Tensor, saved: Tensor) -> tuple[Tensor, ...]:
+    """What ``_Second`` computes by PyTorch's own ops."""
+
+    def run(e: Tensor, saved: Tensor) -> Tensor:
+        return _grad_pre(act, e, saved)
+
+    found = gradients(run, (e, saved), (True, True), g)
+    return tuple(t for t in found if t is not None)
+
+
 def known_layer(
-    known: Tensor, derivative: Derivative | None, x: Tensor, weight: Tensor, bias: Tensor | None
+    known: Tensor,
+    derivative: Derivative | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    product: Product | None = None,
 ) -> Tensor:
     """A linear layer of which is known what its backward reads, so that nothing is computed.
 
-    Its gradients are PyTorch's own ops, which can be differentiated again.
+    Its gradients can be differentiated again.
 
     Args:
+        product: of the backward: (piece of linear_act, its operands) → it; None for PyTorch's.
         known: (M, N): the pre-activation, or the output, whose ``derivative`` is given:
             (dy, output) → the gradient of the pre-activation.
         x, weight, bias: (M, K), (N, K) and (N,) or None.
     """
-    make = autograd_node.known_layer if autograd_node.begun() else _KnownLayer.apply
-    result: Tensor = make(known, derivative, x, weight, bias)
+    result: Tensor
+    if product is None and autograd_node.begun():
+        result = autograd_node.known_layer(known, derivative, x, weight, bias)
+    else:
+        result = _apply(_KnownLayer, known, derivative, x, weight, bias, product or by_torch)
     return result
 
 
+def by_torch(piece: str, a: Tensor, b: Tensor) -> Tensor:
+    """A layer's product by PyTorch: a bᵀ of ``"forward"``, a b of ``"grad_input"``, aᵀ b of
+    ``"grad_weight"``."""
+    return (a.t() if piece == "grad_weight" else a) @ (b.t() if piece == "forward" else b)
+
+
 class _KnownLayer(torch.autograd.Function):
-    """The same where there is no C++."""
+    """The same where there is no C++, or products are others."""
 
     @staticmethod
     def forward(
@@ -75,19 +215,20 @@ class _KnownLayer(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        product: Product,
     ) -> Tensor:
         """``known``, as a tensor of its own."""
         gave = known.view_as(known)
-        ctx.derivative = derivative
+        ctx.derivative, ctx.product = derivative, product
         ctx.save_for_backward(x, weight, None if derivative is None else gave)
         return gave
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        """(None, None, dx, dW, db)."""
+        """(None, None, dx, dW, db, None)."""
         x, weight, gave = ctx.saved_tensors
         dpre = dy if gave is None else ctx.derivative(dy, gave)
-        need_x, need_weight, need_bias = calls.wanted(ctx)[2:]
-        dx = dpre @ weight if need_x else None
-        dw = dpre.t() @ x if need_weight else None
-        return None, None, dx, dw, dpre.sum(0) if need_bias else None
+        need_x, need_weight, need_bias = calls.wanted(ctx)[2:5]
+        dx = ctx.product("grad_input", dpre, weight) if need_x else None
+        dw = ctx.product("grad_weight", dpre, x) if need_weight else None
+        return None, None, dx, dw, dpre.sum(0) if need_bias else None, None

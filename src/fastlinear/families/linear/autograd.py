@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core import calls
 from fastlinear.dispatch.select import Choice
 from fastlinear.families.linear import reference
+from fastlinear.families.linear.higher_order import passes_pay, product
 from fastlinear.families.linear.problem import BACKWARD_PIECES, WHOLE_BACKWARD
 from fastlinear.fastpath import autograd_node
 from fastlinear.op import differentiable
@@ -104,7 +106,7 @@ class Formula:
         kept: tuple[Tensor | None, ...],
         needs: tuple[bool, ...],
     ) -> Gradients:
-        """(dx, dW, db); by torch's own, differentiable ops where a graph is asked for.
+        """(dx, dW, db); by differentiable ops where a graph is asked for.
 
         Args:
             dy, dpre: gradients of y (..., N) and of the hidden pre-activation (M, N), which only
@@ -219,13 +221,13 @@ def _differentiable_grad_pre(
     act = activation_of(activation)
     if saved is None:
         return reference.grad_pre(dy, saved, activation, need_bias_grad)
-    dpre = differentiable.grad_pre(act, dy, saved)
+    fused = passes_pay(*dy.shape, activation, dy.dtype, dy.device.type)
+    dpre = differentiable.grad_pre(act, dy, saved, fused=fused)
     return dpre, dpre.sum(0) if need_bias_grad else None
 
 
-_differentiable = backward_from(
-    _differentiable_grad_pre, reference.grad_input, reference.grad_weight
-)
+_PRODUCTS = partial(product, "grad_input"), partial(product, "grad_weight")
+_differentiable = backward_from(_differentiable_grad_pre, *_PRODUCTS)
 
 
 def _plus(dpre: Tensor) -> Callable[..., Any]:
@@ -237,4 +239,4 @@ def _plus(dpre: Tensor) -> Callable[..., Any]:
         total = _differentiable_grad_pre(dy, saved, activation, False)[0] + dpre
         return total, total.sum(0) if need_bias_grad else None
 
-    return backward_from(grad_pre, reference.grad_input, reference.grad_weight)
+    return backward_from(grad_pre, *_PRODUCTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core import calls
+from fastlinear.families.linear.higher_order import passes_pay, product
 from fastlinear.families.mlp import reference
 from fastlinear.families.mlp.problem import layer_activations
 from fastlinear.families.mlp.reference import Needs, Weights
@@ -96,7 +98,7 @@ class Formula:
         kept: tuple[Tensor | None, ...],
         needs: tuple[bool, ...],
     ) -> tuple[Tensor | None, ...]:
-        """As ``gradients``, by PyTorch's own ops over what layers kept: none is computed again."""
+        """As ``gradients``, by differentiable ops over what layers kept: none is computed again."""
         x, *parameters = tensors
         assert x is not None
         weights, biases = self._parted(parameters)
@@ -104,25 +106,32 @@ class Formula:
         acts = [activation_of(name) for name in names]
         need_ws, need_bs = self._parted(needs[1:], absent=False)
         h = x.reshape(-1, x.shape[-1])
-        entering, gave = [h], []
+        entering, gave, fused = [h], [], []
         for act, known, weight, bias in zip(acts, kept, weights, biases, strict=True):
             if known is None:  # of the last layer, whose derivative reads nothing
                 gave.append(h)
+                fused.append(False)
                 break
             rows = known.detach().reshape(len(h), len(weight))
-            derivative = act.backward if act.saved == "output" else None
-            gave.append(differentiable.known_layer(rows, derivative, h, weight, bias))
-            h = act.value(gave[-1]) if act.saved == "pre" else gave[-1]
+            fused.append(passes_pay(*rows.shape, act.name, rows.dtype, rows.device.type))
+            graded = partial(differentiable.grad_pre, act, fused=fused[-1])
+            derivative = graded if act.saved == "output" else None
+            multiply = product if fused[-1] else None
+            gave.append(differentiable.known_layer(rows, derivative, h, weight, bias, multiply))
+            h = gave[-1]
+            if act.saved == "pre":
+                h = differentiable.activated(act, h, fused=fused[-1])
             entering.append(h)
         dws: list[Tensor | None] = [None] * self.layers
         dbs: list[Tensor | None] = [None] * self.layers
         dh = dy.reshape(-1, dy.shape[-1])
         first = reference.first_needed((needs[0], need_ws, need_bs))
         for i in reversed(range(first, self.layers)):
-            dpre = differentiable.grad_pre(acts[i], dh, gave[i])
-            dws[i] = dpre.t() @ entering[i] if need_ws[i] else None
+            dpre = differentiable.grad_pre(acts[i], dh, gave[i], fused=fused[i])
+            multiply = product if fused[i] else differentiable.by_torch
+            dws[i] = multiply("grad_weight", dpre, entering[i]) if need_ws[i] else None
             dbs[i] = dpre.sum(0) if need_bs[i] else None
-            dh = dpre @ weights[i] if i > first or needs[0] else dh
+            dh = multiply("grad_input", dpre, weights[i]) if i > first or needs[0] else dh
         dx = dh.reshape(x.shape) if needs[0] else None
         return (dx, *dws, *dbs)[: len(tensors)]
 

@@ -3,6 +3,7 @@
 //   fastlinear_act     y = act(pre)
 //   fastlinear_act_bias  the same of pre = x + b, which is kept where that is wanted
 //   fastlinear_dact    dpre = dy * act'(saved), and db = column sums of dpre in the same pass
+//   fastlinear_d2act, fastlinear_d3act   the derivatives of dpre, and of those, of smooth activations
 //
 // `saved` is what the activation saves, its output or the pre-activation.
 // Column sums: eight rows at a time in float32, then into float64; the row chunks are fixed, so
@@ -127,6 +128,55 @@ void dact(const float* dy, const float* saved, float* dpre, double* partials, in
   }
 }
 
+// work(from, to) of stretches of n numbers, shared out among threads.
+template <class Work>
+void stretches(int64_t n, const Work& work) {
+  constexpr int64_t kStretch = kBlock * 8;
+  for_each((n + kStretch - 1) / kStretch, threads_for(n), [&](int64_t b) {
+    work(b * kStretch, std::min(n, (b + 1) * kStretch));
+  });
+}
+
+// Of dpre = e act'(s): g times its derivatives by e and by s.
+template <class A>
+void second(const float* g, const float* e, const float* s, float* by_e, float* by_s, int64_t n) {
+  stretches(n, [=](int64_t from, int64_t to) {
+#pragma GCC ivdep
+    for (int64_t i = from; i < to; ++i) {
+      const Slopes of = A::at(s[i]);
+      by_e[i] = g[i] * of.first;
+      by_s[i] = g[i] * e[i] * of.second;
+    }
+  });
+}
+
+// Of those: a and b, their gradients, times their derivatives by g, e and s.
+template <class A>
+void third(const float* a, const float* b, const float* g, const float* e, const float* s, float* by_g,
+           float* by_e, float* by_s, int64_t n) {
+  stretches(n, [=](int64_t from, int64_t to) {
+#pragma GCC ivdep
+    for (int64_t i = from; i < to; ++i) {
+      const Slopes of = A::at(s[i]);
+      const float x = a[i], y = b[i], u = g[i], v = e[i];
+      by_g[i] = x * of.first + y * v * of.second;
+      by_e[i] = y * u * of.second;
+      by_s[i] = u * (x * of.second + y * v * of.third);
+    }
+  });
+}
+
+// run(Smooth<A>{}) of a smooth activation; 1 where it is none.
+template <class Run>
+int smooth(int which, const Run& run) {
+  bool known = false;
+  with(which, [&](auto a) {
+    using A = Smooth<decltype(a)>;
+    if constexpr (A::kKnown) known = true, run(A{});
+  });
+  return !known;
+}
+
 }  // namespace
 
 extern "C" int fastlinear_act(int which, const float* x, float* y, int64_t n) {
@@ -150,4 +200,15 @@ extern "C" int fastlinear_dact(int which, const float* dy, const float* saved, f
     for (int64_t j = 0; j < n; ++j) partials[j] += partials[c * n + j];
   for (int64_t j = 0; j < n; ++j) db[j] = static_cast<float>(partials[j]);
   return 0;
+}
+
+extern "C" int fastlinear_d2act(int which, const float* g, const float* e, const float* s, float* by_e,
+                                float* by_s, int64_t n) {
+  return smooth(which, [=](auto a) { second<decltype(a)>(g, e, s, by_e, by_s, n); });
+}
+
+extern "C" int fastlinear_d3act(int which, const float* a, const float* b, const float* g,
+                                const float* e, const float* s, float* by_g, float* by_e, float* by_s,
+                                int64_t n) {
+  return smooth(which, [=](auto of) { third<decltype(of)>(a, b, g, e, s, by_g, by_e, by_s, n); });
 }

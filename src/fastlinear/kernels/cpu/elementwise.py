@@ -71,6 +71,33 @@ def differentiate(
     return dpre, db
 
 
+def second(name: str, g: Tensor, e: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
+    """Of dpre = e act'(saved), for a smooth activation: g times its derivatives by e and by saved.
+    All tensors are of one shape.
+
+    Raises:
+        UnsupportedError: the library cannot be compiled or loaded.
+    """
+    by_e, by_saved = torch.empty_like(g), torch.empty_like(g)
+    given = g, e, saved, by_e, by_saved, g.numel()
+    assert not recorder.run(_library().fastlinear_d2act, CODES[name], *given)
+    return by_e, by_saved
+
+
+def third(
+    name: str, a: Tensor, b: Tensor, g: Tensor, e: Tensor, saved: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of what ``second`` returns, with gradients a and b: the gradients of g, e and saved.
+
+    Raises:
+        UnsupportedError: the library cannot be compiled or loaded.
+    """
+    by_g, by_e, by_saved = (torch.empty_like(g) for _ in range(3))
+    given = a, b, g, e, saved, by_g, by_e, by_saved, g.numel()
+    assert not recorder.run(_library().fastlinear_d3act, CODES[name], *given)
+    return by_g, by_e, by_saved
+
+
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
     library = cpp_build.load(SOURCE)
@@ -78,4 +105,6 @@ def _library() -> ctypes.CDLL:
     library.fastlinear_act.argtypes = [number, pointer, pointer, size]
     library.fastlinear_act_bias.argtypes = [number, *[pointer] * 4, size, size]
     library.fastlinear_dact.argtypes = [number, *[pointer] * 5, size, size, size]
+    library.fastlinear_d2act.argtypes = [number, *[pointer] * 5, size]
+    library.fastlinear_d3act.argtypes = [number, *[pointer] * 8, size]
     return library

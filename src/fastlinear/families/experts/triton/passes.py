@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.activations.reference import math_of
 from fastlinear.families.experts.gate import Gate
 from fastlinear.families.experts.triton.kernels import (
     _combine_kernel,
@@ -147,7 +148,7 @@ def gate_backward(
 def _constants(pre: Tensor, gate: Gate) -> tuple[Any, ...]:
     step = 2 if gate.order == "interleaved" else 1
     numbers = gate.limit, gate.alpha, gate.offset
-    return gate.activation, tensors.math_of(pre.dtype), *numbers, step
+    return gate.activation, math_of(pre.dtype), *numbers, step
 
 
 def _run(kernel: Any, grid: tuple[int, ...], rest: Any, given: Any, *, warps: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fastlinear.activations.reference import math_of
 from fastlinear.families.grouped import layout as layouts
 from fastlinear.families.grouped import reference
 from fastlinear.families.grouped.reference import Gradients, Needs
@@ -179,7 +180,7 @@ class _SinglePass:
                 *(*place.shape, place.tiles, walk.room, walk.each, columns, groups),
                 *tensors.arguments(dy, saved, x, weight, dx),
                 *(k, n, config.block_m, config.block_k, padded(n)),
-                *(activation, tensors.math_of(x.dtype), dot_precision(n), dot_precision(tokens)),
+                *(activation, math_of(x.dtype), dot_precision(n), dot_precision(tokens)),
                 *(place.across, config.stages, walk.shared, x.device.type == "cpu"),
             ),
             x.device,
@@ -229,7 +230,7 @@ class _GradPre:
             (
                 *(*place.shape, place.tiles, walk.each, columns, groups),
                 *tensors.arguments(dy, saved, dpre),
-                *(n, block_m, block_n, activation, tensors.math_of(dy.dtype), place.across),
+                *(n, block_m, block_n, activation, math_of(dy.dtype), place.across),
             ),
             dy.device,
             warps=4,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fastlinear.activations.reference import math_of
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.grouped import reference
 from fastlinear.families.grouped.sign_mask import Channels
@@ -111,7 +112,7 @@ class Product:
             config = product_config(batch * length, groups, k, n, *facts, across)
         place = tensors.Tiles(x, config.block_m)
         columns = -(-n // config.block_n)
-        how = (activation, tensors.math_of(x.dtype), FORWARD_PRECISION, place.across)
+        how = (activation, math_of(x.dtype), FORWARD_PRECISION, place.across)
         interpreted = x.device.type == "cpu"
         if config.block_k:
             kernel: Any = _streaming_kernel

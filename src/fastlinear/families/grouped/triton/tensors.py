@@ -94,11 +94,6 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return device_facts(device).capability if device.type == "cuda" else (9, 0)
 
 
-def math_of(dtype: torch.dtype) -> str:
-    """How activations are evaluated for results of this dtype."""
-    return "exact" if dtype is torch.float32 else "fast"
-
-
 def empty(shape: Any, order: str, like: Tensor) -> Tensor:
     """Uninitialised (B, L, G, features), dense in that order of memory."""
     return layouts.empty(shape, order, like, _dtype(like))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fastlinear.activations.reference import math_of
 from fastlinear.families.grouped.triton import forward as anywhere
 from fastlinear.families.grouped.triton import tensors
 from fastlinear.families.grouped.triton.config import fits
@@ -123,7 +124,7 @@ def forward(
             (
                 *(groups, columns, tiles, programs, k, n),
                 *(config.block_m, config.block_n, config.block_k, config.halves),
-                *(activation, tensors.math_of(x.dtype), x.device.type == "cpu"),
+                *(activation, math_of(x.dtype), x.device.type == "cpu"),
             ),
             x.device,
             warps=config.warps,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fastlinear.activations.reference import math_of
 from fastlinear.families.linear.cuda import columns
 from fastlinear.families.linear.triton.config import FewRowsConfig, few_rows_config_for, reason_not
 from fastlinear.families.linear.triton.elementwise import (
@@ -23,7 +24,6 @@ from fastlinear.families.linear.triton.product import (
     Product,
     Turn,
     Turned,
-    math_of,
     product,
 )
 from fastlinear.kernels.cuda.prepared import Plans

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from fastlinear.activations.reference import math_of
 from fastlinear.families.linear import reference
 from fastlinear.families.linear.triton import backend as products
 from fastlinear.families.linear.triton.backward_config import Config, config_for
 from fastlinear.families.linear.triton.config import TF32X3_MIN_ROWS, TilesConfig, dot_precision
 from fastlinear.families.linear.triton.few_rows import _backward_kernel, _few_rows_backward_kernel
 from fastlinear.families.linear.triton.gemm import _sum_slices_kernel
-from fastlinear.families.linear.triton.product import math_of
 from fastlinear.families.linear.triton.tiles_backward import _tiles_backward_kernel
 from fastlinear.kernels.triton.launch import Launch
 

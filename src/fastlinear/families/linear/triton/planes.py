@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastlinear.activations.reference import math_of
 from fastlinear.core.device import device_facts
 from fastlinear.families.linear.triton.config import dot_precision
 from fastlinear.families.linear.triton.gemm import _sum_slices_kernel
@@ -18,7 +19,6 @@ from fastlinear.families.linear.triton.planes_kernels import (
     _scales_kernel,
     _split_kernel,
 )
-from fastlinear.families.linear.triton.product import math_of
 from fastlinear.kernels.triton.launch import Launch
 
 _WARPS, _STAGES = 8, 3

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from fastlinear.activations.reference import math_of
 from fastlinear.core.device import device_facts
 from fastlinear.families.linear.triton import product_config, single_config
 from fastlinear.families.linear.triton.config import dot_precision
@@ -295,8 +296,3 @@ def _aligned(t: Tensor) -> bool:
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Compute capability; the CPU interpreter counts as 8.0 (pointer kernels by default)."""
     return (8, 0) if device.type == "cpu" else device_facts(device).capability
-
-
-def math_of(dtype: torch.dtype) -> str:
-    """How activations are evaluated for results of this dtype."""
-    return "exact" if dtype is torch.float32 else "fast"

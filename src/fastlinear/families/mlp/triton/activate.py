@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastlinear.activations.reference import math_of
 from fastlinear.activations.triton import activation as act
-from fastlinear.families.mlp.triton.plans import math_of
 from fastlinear.kernels.triton.launch import Launch
 
 _BLOCK, _WARPS = 2048, 8

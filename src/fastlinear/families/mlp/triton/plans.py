@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fastlinear.activations.reference import activation as activation_of
+from fastlinear.activations.reference import math_of
 from fastlinear.core.device import device_facts
 from fastlinear.core.precision import matmul_precision
 from fastlinear.families.mlp.problem import layer_activations
@@ -325,11 +326,6 @@ def _units(device: torch.device) -> int:
 def _capability(device: torch.device) -> tuple[int, int]:
     """Compute capability; the CPU interpreter counts as 9.0."""
     return (9, 0) if device.type == "cpu" else device_facts(device).capability
-
-
-def math_of(dtype: torch.dtype) -> str:
-    """How activations are evaluated for results of this dtype."""
-    return "exact" if dtype is torch.float32 else "fast"
 
 
 def _stack(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.activations.reference import math_of
 from fastlinear.families.grouped.ragged.layout import with_rows
 from fastlinear.families.grouped.ragged.triton.kernels import (
     _ragged_kernel,
@@ -227,7 +228,7 @@ def _product_launch(
     rest = (
         *(rows, groups, columns, x.stride(0), *weight.stride(), k, n, *_blocks(groups)),
         *(c.block_m, c.block_n, c.block_k, c.high, tma, turned, activation),
-        *(tensors.math_of(x.dtype), FORWARD_PRECISION, x.device.type == "cpu"),
+        *(math_of(x.dtype), FORWARD_PRECISION, x.device.type == "cpu"),
     )
     most = -(-rows // c.block_m) + groups + 1
     blocks = None
@@ -287,7 +288,7 @@ def grad_weight(
         tma = c.tma and _described(dy, saved, x)
         rest = (
             *(rows, groups, columns, dy.stride(0), x.stride(0), k, n, *_blocks(groups)),
-            *(c.block_m, c.block_n, c.block_k, tma, activation, tensors.math_of(x.dtype)),
+            *(c.block_m, c.block_n, c.block_k, tma, activation, math_of(x.dtype)),
             *(dot_precision(rows), x.device.type == "cpu"),
         )
         grid = (-(-n // c.block_n) * (columns + need_bias), groups)
