@@ -1,4 +1,4 @@
-"""The experiment of networks whose derivatives are learnt: its ways agree, and it says what fails."""
+"""The experiment of learnt derivatives: its ways agree, and it says what fails."""
 
 from __future__ import annotations
 
