@@ -27,6 +27,8 @@ WORDS = Path(__file__).with_name("hopper_words.h")
 """What sources of kernels begin with, behind their macros."""
 ASYNC = Path(__file__).with_name("hopper_async.h")
 """Barriers, TMA and wgmma, behind that."""
+RAGGED_HEADER = Path(__file__).with_name("ragged.h")
+"""Groups of rows whose sizes only the device knows: what kernels read of them."""
 _HEADERS = (
     *(WORDS, ASYNC),
     *(Path(__file__).with_name(name) for name in ("hopper_gemm.h", "hopper_kernel.h")),

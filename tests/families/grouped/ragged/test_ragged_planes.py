@@ -14,7 +14,7 @@ from fastlinear.activations.reference import ACTIVATIONS
 from fastlinear.core.compare import judge
 from fastlinear.families.grouped.ragged import planes, products
 from fastlinear.families.grouped.ragged.problem import problem
-from fastlinear.families.linear.cuda.planes_split import ragged
+from fastlinear.kernels.cuda.ragged import ragged
 from tests.families.planes_places import PLACES, placed, values
 
 SIZES = [
