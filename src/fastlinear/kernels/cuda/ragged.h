@@ -8,9 +8,8 @@ struct __align__(16) Lines {
   int first, rows, group, planes;  // rows: from the first to the group's last
 };
 
-// Groups of rows whose sizes only the device knows, in a table that ragged_table.cu writes. Tiles of 128 rows
-// cover each group, and then the rows behind the last. Where rows are copied, as planes are, the copies of
-// each group begin at a multiple of 64 rows.
+// Groups of rows, in a table. Tiles of 128 rows cover each group, and then the rows behind the last. Where
+// rows are copied, as planes are, the copies of each group begin at a multiple of 64 rows.
 struct Ragged {
   int* table;
   int groups, most_tiles, most_blocks;
