@@ -5,6 +5,7 @@
 //   OUT_BUFS: staging buffers of a warp. HAS_BIAS.
 //   SAVE 1: `pre` is written beside Y.
 //   DIRECT 1: no store is TMA's; there may be an odd number of columns.
+//   BY_ROWS 1: all columns of 64 rows are done before the next 64: fewer registers, more shuffles.
 
 constexpr int OUT_BYTES = 16 * 64 * 2;             // one staging buffer; OUT_BUFS per warp
 
@@ -12,7 +13,8 @@ static_assert(BN % 64 == 0, "BN");
 static_assert(BN / 64 % OUT_BUFS == 0, "OUT_BUFS");
 // The epilogue does all rows of 64 columns, whose bias it keeps in registers, before the next 64;
 // where that would spill, all columns of 64 rows.
-constexpr bool BY_COLUMNS = !(SAVE == 1 && ACT == ACT_RELU2) && !(DIRECT && ACT == ACT_GELU);
+constexpr bool BY_COLUMNS =
+    !BY_ROWS && !(SAVE == 1 && ACT == ACT_RELU2) && !(DIRECT && ACT == ACT_GELU);
 
 // ---------------------------------------------------------------- accumulators
 

@@ -76,8 +76,8 @@ __device__ __forceinline__ void consume(Work& work, u32 base, u32 full, u32 rank
   // The block's tiles are numbered `index`; in pingpong each consumer takes every second one.
   const int count = (work.tiles - work.first + work.step - 1) / work.step;
   // Of the last tile; without products it is its owner's alone.
-  const bool shares =
-      kShared && (Work::kAlike || work.depth(work.at(work.first + (count - 1) * work.step)));
+  const bool shares = kShared && (Work::kAlike || (count > 0 &&
+      work.depth(work.at(work.first + (count - 1) * work.step)) > 0));
   int index = PINGPONG ? consumer : 0;
   for (; index < count; index += PINGPONG ? 2 : 1) {
     const auto tile = work.at(work.first + index * work.step);

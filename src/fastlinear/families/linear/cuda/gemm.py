@@ -90,6 +90,7 @@ def source(
         "HAS_BIAS": int(has_bias),
         "SAVE": int(save_pre),
         "DIRECT": int(direct),
+        "BY_ROWS": 0,
     }
     text = device_source(EPILOGUE, macros, config.bn, dtype, activation, a_mn, b_mn)
     return text + _SOURCE.read_text()
