@@ -20,5 +20,6 @@ struct Ragged {
   __device__ __forceinline__ int* rows() const { return reinterpret_cast<int*>(of_blocks() + most_blocks); }
   __device__ __forceinline__ int* blocks() const { return rows() + groups + 1; }
   __device__ __forceinline__ int* tiles() const { return blocks() + groups + 1; }
-  __device__ __forceinline__ int* count() const { return tiles() + groups + 1; }  // of all tiles
+  __device__ __forceinline__ int* order() const { return tiles() + groups + 1; }  // where asked for
+  __device__ __forceinline__ int* count() const { return order() + groups; }      // of all tiles
 };

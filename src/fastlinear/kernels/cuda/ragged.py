@@ -49,26 +49,30 @@ class Ragged(NamedTuple):
         return self.groups, self.most_tiles, self.most_blocks
 
 
-def ragged(sizes: Tensor, rows: int) -> Ragged:
+def ragged(sizes: Tensor, rows: int, ordered: bool = False) -> Ragged:
     """Where groups lie, in one launch; sizes: (groups,), dense, of 32 or 64 bits, on the device.
 
     Sizes below 0 count as 0, and groups end where the rows do.
+
+    Args:
+        ordered: whether the table also has the groups in order, those of most rows first. More than
+            256 groups stay as they are.
     """
     device = sizes.device.index
     found = Ragged(sizes, sizes.shape[0], rows)
-    entries = 4 * (found.most_tiles + found.most_blocks) + 3 * (found.groups + 1) + 1
+    entries = 4 * (found.most_tiles + found.most_blocks) + 4 * (found.groups + 1)
     found = found._replace(table=sizes.new_empty(entries, dtype=torch.int32))
 
     def plan() -> Prepared:
-        block = Block(8 + RAGGED_BYTES + 8)
+        block = Block(8 + RAGGED_BYTES + 16)
         block.address(0, 0, sizes.itemsize - 1)
         block.address(8, 1, 15)
         block.numbers(16, "3i", *found.facts)
-        block.numbers(8 + RAGGED_BYTES, "2i", rows, sizes.itemsize == 8)
+        block.numbers(8 + RAGGED_BYTES, "3i", rows, sizes.itemsize == 8, ordered)
         with compiled.current(device):
             return prepared(source(), _KERNEL, block, _THREADS, 1, device)
 
-    _plans.of((device, sizes.itemsize, *found.facts, rows), plan)(sizes, found.table)
+    _plans.of((device, sizes.itemsize, *found.facts, rows, ordered), plan)(sizes, found.table)
     return found
 
 

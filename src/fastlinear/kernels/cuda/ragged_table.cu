@@ -5,12 +5,14 @@
 // hopper_words.h and ragged.h come before this file.
 
 constexpr int THREADS = 1024;
+constexpr int MOST_ORDERED = 256;  // groups: each is compared with each
 
 struct Params {
   const void* sizes;  // (groups)
   Ragged to;
   int rows;           // of all groups, and behind them
   int wide;           // whether sizes have 64 bits
+  int ordered;        // whether groups are put in order, those of most rows first, where they are few
 };
 
 // The sum of the threads' numbers up to its own.
@@ -95,4 +97,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) ragged_table(const __grid_
     }
   }
   if (own == 0) *p.to.count() = tile + behind;
+  if (!p.ordered) return;
+  const bool few = groups <= MOST_ORDERED;
+  all[own] = own < groups ? rows[own + 1] - rows[own] : 0;
+  __syncthreads();
+  for (int g = own; g < groups; g += THREADS) {
+    int place = few ? 0 : g;
+    for (int i = 0; few && i < groups; ++i) place += all[i] > all[g] || (all[i] == all[g] && i < g);
+    p.to.order()[place] = g;
+  }
 }

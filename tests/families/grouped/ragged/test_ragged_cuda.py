@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fastlinear as fl
 from fastlinear.activations.reference import ACTIVATIONS
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import UnsupportedError
@@ -30,6 +31,7 @@ from fastlinear.families.linear import reference
 from fastlinear.kernels.cuda.ragged import ragged
 from tests.families import nvrtc_offline as nvrtc
 from tests.families.grouped.ragged.judged import ALL, check, check_neighbours, drawn
+from tests.families.hopper_only import on_hopper
 from tests.families.planes_places import PLACES
 from tests.kernels.emulation import emulate
 
@@ -147,7 +149,7 @@ def test_every_configuration(config: Config) -> None:
     """Bits do not depend on which tiles a result lies in, and come again."""
     sizes = [200, 0, 150, 61, 3]
     x, weight, bias, dy = drawn(460, 5, 648, 392, BF16)
-    groups = ragged(torch.tensor(sizes), 460)
+    groups = ragged(torch.tensor(sizes), 460, ordered=True)
 
     def results(by: Config | None) -> list[Tensor]:
         y, pre = product.rows_product(x, weight, groups, bias, "silu", True, config=by)
@@ -174,6 +176,17 @@ def test_every_configuration(config: Config) -> None:
         assert oracle is not None
         verdict = judge("ragged", ours[:414], their[:414], oracle[:414])
         assert verdict.passed, str(verdict)
+
+
+@in_places
+@pytest.mark.parametrize(
+    ("sizes", "order"),
+    [([3, 0, 7, 3, 12, 0], [4, 2, 0, 3, 1, 5]), ([i % 3 for i in range(257)], [*range(257)])],
+    ids=["few", "many"],
+)
+def test_groups_of_most_rows_come_first(sizes: list[int], order: list[int]) -> None:
+    table = ragged(torch.tensor(sizes), 400, ordered=True).table.tolist()
+    assert table[-1 - len(order) : -1] == order
 
 
 @in_places
@@ -286,3 +299,68 @@ def test_turned_weights_with_biases_stay_in_registers() -> None:
     for config in CONFIGS:
         text = product.source(config, BF16, "relu", has_bias=True, b_mn=True)
         assert _frame(text) <= 8 * (config.bn == 192)
+
+
+def _results(given: list[Tensor], sizes: Tensor, activation: str, backend: str | None) -> Any:
+    """y, and the gradients of x, weight and bias."""
+    *operands, dy = given
+    x, weight, bias = (t.detach().requires_grad_() for t in operands)
+    if backend is None:
+        y = products.loop(x, weight, sizes, bias, activation)
+    else:
+        y = fl.ragged_linear(x, weight, sizes, bias, activation=activation, backend=backend)
+    return (y.detach(), *torch.autograd.grad(y, (x, weight, bias), dy))
+
+
+def _skewed(rows: int, groups: int) -> Tensor:
+    """Sizes as 1 / rank, in no order; some groups have no rows, and some rows no group."""
+    shares = 1 / torch.arange(1.0, groups + 1, device="cpu")
+    sizes = (shares / shares.sum() * (rows - 5)).int()
+    sizes[1::5] = 0
+    order = torch.randperm(groups, generator=torch.Generator().manual_seed(0))
+    return sizes[order].cuda()
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("activation", ["none", "silu"])
+@pytest.mark.parametrize(
+    "case",
+    [(8192, 8, 1024, 4096), (24576, 64, 2048, 1408), (2048, 8, 4096, 14336), (512, 32, 512, 520)],
+    ids=str,
+)
+def test_sizes_of_models(case: tuple[int, int, int, int], activation: str) -> None:
+    """Through the public function, beside PyTorch's products and float64; again, the same bits."""
+    rows, groups, k, n = case
+    with torch.device("cuda"):
+        given = list(drawn(rows, groups, k, n, BF16))
+        sizes = _skewed(rows, groups)
+        torch.full((1 << 28,), float("nan"))  # what new memory holds
+        ours = _results(given, sizes, activation, "cuda")
+        again = _results(given, sizes, activation, "cuda")
+        theirs = _results(given, sizes, activation, None)
+        oracles = _results([t.double() for t in given], sizes, activation, None)
+    for own, same, their, oracle in zip(ours, again, theirs, oracles, strict=True):
+        assert torch.equal(own, same)
+        verdict = judge("ragged", own, their, oracle)
+        assert verdict.passed, str(verdict)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_graph_reads_the_sizes_at_every_replay() -> None:
+    with torch.device("cuda"):
+        given = list(drawn(3000, 6, 264, 392, BF16))
+        sizes = torch.tensor([500, 0, 1, 128, 2000, 300])
+        other = torch.tensor([0, 2500, 100, 7, 0, 256])
+    for _ in range(2):
+        _results(given, sizes, "gelu", "cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = _results(given, sizes, "gelu", "cuda")
+    for counted in (sizes.clone(), other):
+        sizes.copy_(counted)
+        graph.replay()
+        expected = _results(given, counted, "gelu", "cuda")
+        for own, right in zip(found, expected, strict=True):
+            assert torch.equal(own, right)

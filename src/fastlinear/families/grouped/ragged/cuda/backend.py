@@ -40,8 +40,8 @@ def _why_not_sizes(p: Problem) -> str | None:
     return f"serves at most {_MOST_GROUPS} groups" if groups > _MOST_GROUPS else None
 
 
-def _groups(sizes: Tensor, x: Tensor) -> Ragged:
-    return ragged(sizes.contiguous(), x.shape[0])
+def _groups(sizes: Tensor, x: Tensor, ordered: bool = False) -> Ragged:
+    return ragged(sizes.contiguous(), x.shape[0], ordered)
 
 
 def forward(
@@ -72,7 +72,7 @@ def backward(
     if for_db:
         db = bias_gradient(dpre, x, sizes)
     if for_dx or for_dw:
-        groups = _groups(sizes, x)
+        groups = _groups(sizes, x, for_dw)
         if for_dx:
             dx = rows_product(dpre, weight.transpose(1, 2), groups)[0]
         if for_dw:

@@ -60,8 +60,9 @@ struct Parts {
       const Lines lines = groups.of_tiles()[tile.m];
       return {tile.m, tile.n, lines.group, lines.first, lines.first + lines.rows};
     } else {
-      const int each = p.tiles_m * p.tiles_n, group = t / each;
-      const Tile tile = tile_at(t - group * each, p.tiles_m, p.tiles_n);
+      // Groups of many rows come first, so that no block ends with one of them.
+      const int each = p.tiles_m * p.tiles_n, place = t / each, group = groups.order()[place];
+      const Tile tile = tile_at(t - place * each, p.tiles_m, p.tiles_n);
       return {tile.m, tile.n, group, groups.rows()[group], groups.rows()[group + 1]};
     }
   }

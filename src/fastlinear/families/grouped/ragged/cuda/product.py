@@ -176,7 +176,8 @@ def depth_product(a: Tensor, b: Tensor, groups: Ragged, config: Config | None = 
     Args:
         a: (T, M) bfloat16 or float16, M a multiple of 8.
         b: (T, N) of that dtype, N a multiple of 8.
-        groups, config: as for ``rows_product``.
+        groups: where groups lie among the T rows, in order.
+        config: as for ``rows_product``.
     """
     a, b = readable(a), readable(b)
     (rows, m), n, device = a.shape, b.shape[1], a.device.index
