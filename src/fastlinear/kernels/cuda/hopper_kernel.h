@@ -75,7 +75,8 @@ __device__ __forceinline__ void consume(Work& work, u32 base, u32 full, u32 rank
 
   // The block's tiles are numbered `index`; in pingpong each consumer takes every second one.
   const int count = (work.tiles - work.first + work.step - 1) / work.step;
-  // Of the last tile; without products it is its owner's alone.
+  // A last tile without products is its owner's alone. Its number is worked out again where it is needed:
+  // it would keep a register throughout.
   const bool shares = kShared && (Work::kAlike || (count > 0 &&
       work.depth(work.at(work.first + (count - 1) * work.step)) > 0));
   int index = PINGPONG ? consumer : 0;

@@ -65,7 +65,7 @@ def source(
         "HAS_BIAS": int(has_bias),
         "SAVE": int(save_pre),
         "DIRECT": 0,
-        "BY_ROWS": 1,
+        "BY_ROWS": int(config.bn > 128),  # there the bias of columns would spill
         "RAGGED": 1 if of_rows else 2,
     }
     layout = (False, b_mn) if of_rows else (True, True)
