@@ -45,6 +45,8 @@ inline u32 __brev(u32 x) {
   for (int i = 0; i < 32; ++i) out |= (x >> i & 1) << (31 - i);
   return out;
 }
+inline u32 add_here(u32 a, u32 b) { return a + b; }
+inline u32 xor_here(u32 a, u32 b) { return a ^ b; }
 inline u32 __umulhi(u32 a, u32 b) { return static_cast<u64>(a) * b >> 32; }
 
 struct alignas(8) uint2 {
@@ -85,7 +87,7 @@ struct Mbarrier {
 struct Block {
   alignas(1024) unsigned char memory[1 << 18];
   std::map<u32, Mbarrier> barriers;
-  Meeting named[16], warps[32];
+  Meeting named[16], warps[32], warpgroups[8];
   u32 exchange[32][32];
   long version = 0;  // of shared memory
 };
@@ -219,6 +221,14 @@ inline unsigned short load_shared16(u32 at) { return load<unsigned short>(at); }
 inline u32 load_shared32(u32 at) { return load<u32>(at); }
 inline float2 load_shared64(u32 at) { return load<float2>(at); }
 inline uint4 load_shared128(u32 at) { return load<uint4>(at); }
+inline void load_shared128(u32 at, float& a, float& b, float& c, float& d) {
+  const float4 v = load<float4>(at);
+  a = v.x, b = v.y, c = v.z, d = v.w;
+}
+inline void store_shared128(u32 at, float a, float b, float c, float d) {
+  const float4 v = {a, b, c, d};
+  ++block.version, memcpy(block.memory + at, &v, 16);
+}
 inline void store_shared16(u32 at, unsigned short v) { ++block.version, memcpy(block.memory + at, &v, 2); }
 inline void store_shared32(u32 at, u32 v) { ++block.version, memcpy(block.memory + at, &v, 4); }
 inline void store_shared64(u32 at, uint2 v) { ++block.version, memcpy(block.memory + at, &v, 8); }
@@ -286,25 +296,30 @@ inline void fence_async() {}
 
 struct Extent {
   const char* from;
-  long long row_stride;
-  int rows, columns, box_rows, bytes;  // of a number
+  long long row_stride, plane_stride;
+  int rows, columns, planes, box_rows, bytes;  // of a number
+
+  char* at(int x, int y, int z) const {
+    const bool exists = x >= 0 && y >= 0 && z >= 0 && x < columns && y < rows && z < planes;
+    return exists ? const_cast<char*>(from) + (z * plane_stride + y * row_stride + x) * bytes : nullptr;
+  }
 };
 
 struct alignas(64) TensorMap {
   char bytes[128];
 };
 
-template <int kPeers>
-inline void tma_load(u32 dst, const TensorMap* map, u32 bar, int x, int y) {
+inline void prefetch_map(const TensorMap*) {}
+
+inline void tma_load_stack(u32 dst, const TensorMap* map, u32 bar, int x, int y, int z) {
   ++block.version;
   Extent extent;
   memcpy(&extent, map->bytes, sizeof(extent));
   const int bytes = extent.bytes;
   for (int r = 0; r < extent.box_rows; ++r) {
     for (int c = 0; c < 128 / bytes; ++c) {
-      const bool exists = y + r < extent.rows && x + c < extent.columns;
       u32 v = 0;
-      if (exists) memcpy(&v, extent.from + ((y + r) * extent.row_stride + x + c) * bytes, bytes);
+      if (const char* const from = extent.at(x + c, y + r, z)) memcpy(&v, from, bytes);
       memcpy(block.memory + swizzled(dst + r * 128 + c * bytes), &v, bytes);
     }
   }
@@ -312,6 +327,49 @@ inline void tma_load(u32 dst, const TensorMap* map, u32 bar, int x, int y) {
   barrier.bytes -= extent.box_rows * 128;
   settle(barrier);
 }
+
+template <int kPeers>
+inline void tma_load(u32 dst, const TensorMap* map, u32 bar, int x, int y) {
+  tma_load_stack(dst, map, bar, x, y, 0);
+}
+
+// A store reads shared memory as late as it may: when its thread waits for that.
+struct Store {
+  const TensorMap* map;  // null: none
+  u32 src;
+  int x, y, z;
+};
+static std::vector<Store> stores_of[MOST_THREADS];
+
+inline void tma_store_some(size_t left) {
+  std::vector<Store>& stores = stores_of[current];
+  while (stores.size() > left) {
+    const Store s = stores.front();
+    stores.erase(stores.begin());
+    if (!s.map) continue;
+    Extent extent;
+    memcpy(&extent, s.map->bytes, sizeof(extent));
+    const int bytes = extent.bytes;
+    for (int r = 0; r < extent.box_rows; ++r)
+      for (int c = 0; c < 128 / bytes; ++c)
+        if (char* const to = extent.at(s.x + c, s.y + r, s.z))
+          memcpy(to, block.memory + swizzled(s.src + r * 128 + c * bytes), bytes);
+  }
+}
+
+inline void tma_store_stack(const TensorMap* map, u32 src, int x, int y, int z) {
+  stores_of[current].push_back({map, src, x, y, z});
+}
+template <bool kStream>
+inline void tma_store(const TensorMap* map, u32 src, int x, int y) {
+  tma_store_stack(map, src, x, y, 0);
+}
+inline void tma_store_none() { tma_store_stack(nullptr, 0, 0, 0, 0); }
+template <int kLeft>
+inline void tma_store_wait_read() {
+  tma_store_some(kLeft);
+}
+inline void tma_store_wait_all() { tma_store_some(0); }
 
 inline void bulk_load(u32 dst, const void* from, u32 bar, u32 bytes) {
   if ((dst | reinterpret_cast<u64>(from) | bytes) % 16 || !bytes) {
@@ -334,8 +392,11 @@ inline u64 make_desc(u32 at) {
 
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
+// A product is the whole warpgroup's: it is done once all have read their operands.
 template <int>
-inline void wgmma_wait() {}
+inline void wgmma_wait() {
+  meet(block.warpgroups[current / 128], 128);
+}
 
 // Number k (of 16) of row r of an operand.
 inline float operand(u64 desc, int r, int k) {
@@ -407,6 +468,7 @@ static void run_grid(int columns, int rows, int threads, void (*body)()) {
     block.barriers.clear();
     for (Meeting& m : block.named) m = Meeting();
     for (Meeting& m : block.warps) m = Meeting();
+    for (Meeting& m : block.warpgroups) m = Meeting();
     for (int thread = 0; thread < threads; ++thread) {
       Fiber& fiber = fibers[thread];
       fiber.done = false;
@@ -422,6 +484,11 @@ static void run_grid(int columns, int rows, int threads, void (*body)()) {
         swapcontext(&home, &fibers[current].context);
         left -= fibers[current].done;
       }
+    }
+    for (const std::vector<Store>& stores : stores_of) {
+      if (stores.empty()) continue;
+      fprintf(stderr, "a block ended before its stores\n");
+      abort();
     }
   }
 }

@@ -88,19 +88,20 @@ class Map(driver.TensorMap):
         box_columns: int,
         address: int,
         _device: int,
+        planes: int = 0,
     ) -> None:
         size = {"float16": 2, "bfloat16": 2, "float32": 4}[dtype]
         assert box_columns * size == 128
         assert stride * size % 16 == 0
         assert address % 16 == 0
-        self._facts = stride, n, k, box_rows, size
+        self._facts = stride, stride * n, n, k, max(1, planes), box_rows, size
         self._own = ctypes.create_string_buffer(128)
         self.pointer = ctypes.addressof(self._own)
         self.point_at(address)
 
     def point_at(self, address: int) -> None:
         assert address % 16 == 0
-        ctypes.memmove(self.pointer, struct.pack("<Qqiiii", address, *self._facts), 32)
+        ctypes.memmove(self.pointer, struct.pack("<Qqqiiiii", address, *self._facts), 44)
 
 
 class Launch:
@@ -126,7 +127,7 @@ class Launch:
             path = Path(_FOLDER.name) / f"{len(_BUILT)}.cpp"
             path.write_text(emulated_source(self._text))
             built = path.with_suffix(".so")
-            flags = ["-O1", "-std=c++17", "-w", "-shared", "-fPIC", "-fno-gnu-unique"]
+            flags = ["-O1", "-std=c++17", "-w", "-Wno-psabi", "-shared", "-fPIC", "-fno-gnu-unique"]
             flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
             subprocess.run(["g++", *flags, "-o", built, path], check=True)
             _BUILT[self._text] = ctypes.CDLL(str(built))

@@ -5,7 +5,7 @@ A backward takes what its own forward left, so that both are chosen together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from fastlinear.core.cost import Cost
@@ -28,12 +28,14 @@ def family(
     space: Space,
     backends: Sequence[Served],
     make_inputs: Callable[..., tuple[Any, ...]],
+    on_request: Collection[str] = (BATCH_INVARIANT,),
 ) -> Family:
     """The record, of backends that ``home``'s module ``spec`` names ``<backend>_<piece>``.
 
     Args:
         home: the package, with modules ``spec`` and ``command``.
         backends: one of them is ``"eager"``.
+        on_request: names of those that are taken only where the caller asks for them.
     """
 
     def reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
@@ -48,7 +50,7 @@ def family(
         backends=tuple(
             Backend(
                 *(name, piece, backend, f"{home}.spec:{backend}_{piece}", reason_not, sources),
-                on_request=backend == BATCH_INVARIANT,
+                on_request=backend in on_request,
             )
             for piece in PIECES
             for backend, reason_not, sources in backends

@@ -1,7 +1,7 @@
 """GEMM kernels for Hopper: what their hosts share.
 
 Device code that they share lies in ``hopper_words.h``, ``hopper_async.h``, ``hopper_gemm.h``,
-``hopper_kernel.h`` and ``activations/cuda.h``.
+``hopper_kernel.h``, ``hopper_epilogue.h`` and ``activations/cuda.h``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ WORDS = Path(__file__).with_name("hopper_words.h")
 """What sources of kernels begin with, behind their macros."""
 ASYNC = Path(__file__).with_name("hopper_async.h")
 """Barriers, TMA and wgmma, behind that."""
+EPILOGUE = Path(__file__).with_name("hopper_epilogue.h")
+"""How tiles of 16-bit products leave, behind ``_HEADERS``."""
+RAGGED_HEADER = Path(__file__).with_name("ragged.h")
+"""Groups of rows whose sizes only the device knows: what kernels read of them."""
 _HEADERS = (
-    *(WORDS, ASYNC),
+    *(WORDS, CUDA_HEADER, ASYNC),
     *(Path(__file__).with_name(name) for name in ("hopper_gemm.h", "hopper_kernel.h")),
-    CUDA_HEADER,
 )
 
 

@@ -49,6 +49,15 @@ __device__ __forceinline__ void tma_load(u32 dst, const TensorMap* map, u32 bar,
   }
 }
 
+// Of a stack of matrices, the z-th.
+__device__ __forceinline__ void tma_load_stack(u32 dst, const TensorMap* map, u32 bar, int x, int y,
+                                               int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(dst), "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
 // Bytes as they lie in memory: a multiple of 16, from and to multiples of 16.
 __device__ __forceinline__ void bulk_load(u32 dst, const void* from, u32 bar, u32 bytes) {
   asm volatile(
@@ -73,6 +82,20 @@ __device__ __forceinline__ void tma_store(const TensorMap* map, u32 src, int x, 
         "r"(src), "r"(x), "r"(y)
         : "memory");
   }
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// To the z-th of a stack of matrices.
+__device__ __forceinline__ void tma_store_stack(const TensorMap* map, u32 src, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(src), "r"(x), "r"(y), "r"(z)
+      : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// In place of a store, for those that are counted.
+__device__ __forceinline__ void tma_store_none() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
@@ -106,6 +129,18 @@ __device__ __forceinline__ uint4 load_shared128(u32 at) {
                : "r"(at)
                : "memory");
   return v;
+}
+
+__device__ __forceinline__ void load_shared128(u32 at, float& a, float& b, float& c, float& d) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(a), "=f"(b), "=f"(c), "=f"(d)
+               : "r"(at)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared128(u32 at, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
 }
 
 __device__ __forceinline__ void store_shared16(u32 at, unsigned short v) {

@@ -58,9 +58,10 @@ struct Pipe {
     }
   }
 
-  template <bool kFirst>
-  __device__ __forceinline__ void step(float (&acc)[MMA_M][BN / 2]) {
+  template <bool kFirst, class Mend>
+  __device__ __forceinline__ void step(float (&acc)[MMA_M][BN / 2], int kt, const Mend& mend) {
     mbar_wait(full + stage * 8, phase);
+    mend(a + stage * STAGE_BYTES, kt);
     products<kFirst>(acc, a + stage * STAGE_BYTES, b + stage * STAGE_BYTES);
     if (!kFirst) {
       wgmma_wait<1>();  // all but the step just issued
@@ -71,9 +72,15 @@ struct Pipe {
   }
 
   // Issues all k-tiles of one tile; the last, in stage `previous`, may still be under way.
+  // mend(where its rows of A lie, k-tile): what is to be done to a stage before it is multiplied.
+  template <class Mend>
+  __device__ __forceinline__ void run(float (&acc)[MMA_M][BN / 2], int k_tiles, const Mend& mend) {
+    step<true>(acc, 0, mend);
+    for (int kt = 1; kt < k_tiles; ++kt) step<false>(acc, kt, mend);
+  }
+
   __device__ __forceinline__ void run(float (&acc)[MMA_M][BN / 2], int k_tiles) {
-    step<true>(acc);
-    for (int kt = 1; kt < k_tiles; ++kt) step<false>(acc);
+    run(acc, k_tiles, [](u32, int) {});
   }
 };
 
@@ -81,19 +88,13 @@ struct Pipe {
 __device__ __forceinline__ void give(u32 to, const float (&acc)[BN / 2]) {
 #pragma unroll
   for (int i = 0; i < BN / 8; ++i)
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + i * 2048), "f"(acc[4 * i]),
-                 "f"(acc[4 * i + 1]), "f"(acc[4 * i + 2]), "f"(acc[4 * i + 3])
-                 : "memory");
+    store_shared128(to + i * 2048, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
 }
 
 __device__ __forceinline__ void take(u32 from, float (&acc)[BN / 2]) {
 #pragma unroll
   for (int i = 0; i < BN / 8; ++i)
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(acc[4 * i]), "=f"(acc[4 * i + 1]), "=f"(acc[4 * i + 2]),
-                   "=f"(acc[4 * i + 3])
-                 : "r"(from + i * 2048)
-                 : "memory");
+    load_shared128(from + i * 2048, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
 }
 
 // ---------------------------------------------------------------- tile order

@@ -30,6 +30,19 @@ __device__ __forceinline__ void unpack(u32 in, float& lo, float& hi) {
 #endif
 }
 
+// Sums and the like that are worked out where they are needed, not kept in a register throughout.
+__device__ __forceinline__ u32 add_here(u32 a, u32 b) {
+  u32 out;
+  asm volatile("add.u32 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
+__device__ __forceinline__ u32 xor_here(u32 a, u32 b) {
+  u32 out;
+  asm volatile("xor.b32 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");

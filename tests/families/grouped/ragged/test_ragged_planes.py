@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastlinear.activations.reference import ACTIVATIONS
-from fastlinear.core.compare import judge
-from fastlinear.families.grouped.ragged import planes, products
+from fastlinear.families.grouped.ragged import planes
 from fastlinear.families.grouped.ragged.problem import problem
-from fastlinear.families.linear.cuda.planes_split import ragged
-from tests.families.planes_places import PLACES, placed, values
+from fastlinear.kernels.cuda.ragged import ragged
+from tests.families.grouped.ragged import judged
+from tests.families.grouped.ragged.judged import ALL, check_neighbours, drawn
+from tests.families.planes_places import PLACES, placed
 
 SIZES = [
     ([70, 0, 129, 1], 200, 72, 130),
@@ -25,7 +25,6 @@ SIZES = [
     ([0, 0], 3, 8, 8),
 ]
 """Rows of groups, of all, features before and after."""
-_ALL = (True, True, True)
 
 
 @pytest.fixture(params=PLACES, autouse=True)
@@ -34,46 +33,9 @@ def place(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def drawn(rows: int, groups: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, weight, bias and dy."""
-    weight = values(groups, n, k, seed=2) * k**-0.5
-    return values(rows, k), weight, values(groups, n, seed=3), values(rows, n, seed=1)
-
-
-def check(
-    given: tuple[Tensor, ...],
-    sizes: list[int],
-    activation: str,
-    needs: Any = _ALL,
-    counted: Tensor | None = None,
-) -> None:
+def check(given: tuple[Tensor, ...], sizes: list[int], activation: str, *rest: Any) -> None:
     """Forward and backward, beside PyTorch's own operations, and float64."""
-    x, weight, bias, dy = given
-    keeps, of_device = ACTIVATIONS[activation].saved, counted
-    if of_device is None:
-        of_device = torch.tensor(sizes, dtype=torch.int32)
-    results: list[list[Tensor | None]] = []
-    for dtype in (torch.float32, torch.float64):
-        a, w, b, d = (t.to(dtype) for t in given)
-        y, pre = products.forward(a, w, sizes, b, activation, True)
-        saved = {"none": None, "output": y, "pre": pre}[keeps]
-        found = products.gradients(d, saved, a, w, sizes, activation, needs)
-        results.append([y, *found])
-        if dtype == torch.float32:
-            y, pre, _ = planes.forward(x, weight, of_device, bias, activation, True)
-            kept = {"none": None, "output": y, "pre": pre}[keeps]
-            ours = [y, *planes.backward(dy, kept, x, weight, of_device, activation, needs)]
-    for own, theirs, oracle in zip(ours, *results, strict=True):
-        assert (own is None) == (theirs is None)
-        if own is not None:
-            verdict = judge("ragged", own, theirs, oracle)
-            assert verdict.passed, str(verdict)
-    total = sum(sizes)
-    assert not ours[0][total:].any()
-    assert ours[1] is None or not ours[1][total:].any()
-    for g, size in enumerate(sizes):
-        assert size or ours[2] is None or not ours[2][g].any()
-        assert size or ours[3] is None or not ours[3][g].any()
+    judged.check(planes, given, sizes, activation, *rest)
 
 
 @pytest.mark.parametrize("case", SIZES, ids=str)
@@ -108,7 +70,7 @@ def test_tensors_that_lie_turned() -> None:
 def test_sizes_of_64_bits_and_many_groups() -> None:
     sizes = [i % 3 for i in range(600)]
     counted = torch.tensor(sizes)
-    check(drawn(sum(sizes) + 5, 600, 8, 8), sizes, "none", counted=counted)
+    check(drawn(sum(sizes) + 5, 600, 8, 8), sizes, "none", ALL, counted)
 
 
 def test_long_groups_in_slices() -> None:
@@ -118,8 +80,8 @@ def test_long_groups_in_slices() -> None:
 def test_sizes_that_do_not_fit_stay_inside() -> None:
     """Groups end where the rows do, and a size below 0 is none."""
     given = drawn(100, 3, 40, 72)
-    check(given, [30, 0, 70], "none", counted=torch.tensor([30, -5, 1 << 40]))
-    check(given, [100, 0, 0], "none", counted=torch.tensor([1 << 20, 7, 1]))
+    check(given, [30, 0, 70], "none", ALL, torch.tensor([30, -5, 1 << 40]))
+    check(given, [100, 0, 0], "none", ALL, torch.tensor([1 << 20, 7, 1]))
 
 
 def test_where_groups_lie() -> None:
@@ -143,29 +105,7 @@ def test_where_groups_lie() -> None:
 @pytest.mark.parametrize("which", [0, 1, 3])
 def test_numbers_without_planes_stay_in_their_group(which: int, value: float) -> None:
     """Of x, the weight and dy; the groups beside have the bits that they have without."""
-    sizes, given = [66, 40, 30], list(drawn(140, 3, 72, 40))
-    clean = list(given)
-    given[which] = given[which].clone()
-    (given[which][1] if which == 1 else given[which][66:106])[5, 7] = value
-    counted = torch.tensor(sizes)
-
-    def results(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor) -> list[Tensor]:
-        y = planes.forward(x, weight, counted, bias, "none", False)[0]
-        dx, dw, _ = planes.backward(dy, None, x, weight, counted, "none", _ALL)
-        assert dx is not None
-        assert dw is not None
-        return [*y.split([*sizes, 4]), *dx.split([*sizes, 4]), *dw]
-
-    found, before = results(*given), results(*clean)
-    x, weight, bias, dy = (t.double() for t in given)
-    y = products.forward(x, weight, sizes, bias, "none", False)[0]
-    dx, dw, _ = products.gradients(dy, None, x, weight, sizes, "none", _ALL)
-    right = [*y.split([*sizes, 4]), *dx.split([*sizes, 4]), *dw]
-    for i, (ours, without, oracle) in enumerate(zip(found, before, right, strict=True)):
-        if i not in (1, 5, 9):
-            assert torch.equal(ours, without)
-        assert torch.equal(ours.isnan(), oracle.float().isnan())
-        assert torch.equal(ours.isfinite(), oracle.float().isfinite())
+    check_neighbours(planes, drawn(140, 3, 72, 40), [66, 40, 30], which, value)
 
 
 def test_which_problems_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,19 +107,19 @@ struct Epilogue {
   static __device__ __forceinline__ int col_of(int i) { return i / kRows * BLOCK_COLS; }
 
   template <int kRows>
-  __device__ __forceinline__ void begin(int row, int n) const {
+  __device__ __forceinline__ void begin(int row, Tile tile) const {
     if (leader) {
       tma_store_wait_read<0>();
 #pragma unroll
       for (int i = 0; i < min(SETS, BLOCKS); ++i)
-        ask(i, row + row_of<kRows>(i), n * BN + col_of<kRows>(i));
+        ask(i, row + row_of<kRows>(i), tile.n * BN + col_of<kRows>(i));
     }
     __syncwarp();
   }
 
   template <int kRows, int kAccs>
-  __device__ __forceinline__ void finish(float (&acc)[kAccs][BN / 2], int row, int n) {
-    const int col = n * BN;
+  __device__ __forceinline__ void finish(float (&acc)[kAccs][BN / 2], int row, Tile tile) {
+    const int col = tile.n * BN;
     float sums_of[8 * QUARTERS];  // of a block's columns, its rows so far
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) {
@@ -211,23 +211,23 @@ gated_backward(const __grid_constant__ TensorMap a_map, const __grid_constant__ 
     for (int i = 0; i < 8 * SETS; ++i) mbar_init(base + LOADED_OFFSET + i * 8, 1);
   }
   init_pipeline(full);
-  let_next_begin();
+  let_next_start();
   const Work work(tiles_m, tiles_n, k_tiles);
 
   // As in the forward: 40 + 2 * 232 registers for what 3 * 168 were.
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (thread == 0) {
-      produce(work, base, full, rank, [&](u32 a_dst, u32 bar, int row, int n, int kt) {
+      produce(work, base, full, rank, [&](u32 a_dst, u32 bar, int row, Tile tile, int kt) {
         const u32 b_dst = a_dst + A_BYTES + rank * (B_PART * 128);
         tma_load<1>(a_dst, &a_map, bar, kt * BK, row);
         if constexpr (B_MN) {
 #pragma unroll
           for (int i = 0; i < BN / 64; ++i)
-            tma_load<CLUSTER>(b_dst + i * (BK * 128), &b_map, bar, n * BN + i * 64,
+            tma_load<CLUSTER>(b_dst + i * (BK * 128), &b_map, bar, tile.n * BN + i * 64,
                               kt * BK + rank * B_PART);
         } else {
-          tma_load<CLUSTER>(b_dst, &b_map, bar, kt * BK, n * BN + rank * B_PART);
+          tma_load<CLUSTER>(b_dst, &b_map, bar, kt * BK, tile.n * BN + rank * B_PART);
         }
       });
     } else if (DOWN_SUMS && thread >= 32) {

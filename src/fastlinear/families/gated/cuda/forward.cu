@@ -56,9 +56,9 @@ struct Epilogue {
   u32 gate_pairs[PAIRS], up_pairs[PAIRS];
 
   template <int kRows>
-  __device__ __forceinline__ void begin(int row, int n) {
-    if (GATE_BIAS) load_bias(gate_pairs, gate_bias, n * HALF, columns);
-    if (UP_BIAS) load_bias(up_pairs, up_bias, n * HALF, columns);
+  __device__ __forceinline__ void begin(int row, Tile tile) {
+    if (GATE_BIAS) load_bias(gate_pairs, gate_bias, tile.n * HALF, columns);
+    if (UP_BIAS) load_bias(up_pairs, up_bias, tile.n * HALF, columns);
   }
 
   // Puts 32 columns of 16 rows into buffer `count` modulo UNITS, a constant once unrolled.
@@ -84,8 +84,8 @@ struct Epilogue {
   // A store is sent off only when the next one's values are there: what was staged has arrived by
   // then. The gate and up projection are not read again soon.
   template <int kRows, int kAccs>
-  __device__ __forceinline__ void finish(float (&acc)[kAccs][BN / 2], int row, int n) const {
-    const int col = n * HALF;
+  __device__ __forceinline__ void finish(float (&acc)[kAccs][BN / 2], int row, Tile tile) const {
+    const int col = tile.n * HALF;
 #pragma unroll
     for (int i = 0; i < kRows * UNITS; ++i) {
       const int q = i / kRows, mi = i % kRows;
@@ -154,15 +154,15 @@ gated_forward(const __grid_constant__ TensorMap a_map,
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (thread == 0) {
-      produce(work, base, full, rank, [&](u32 a_dst, u32 bar, int row, int n, int kt) {
+      produce(work, base, full, rank, [&](u32 a_dst, u32 bar, int row, Tile tile, int kt) {
         const u32 b_dst = a_dst + A_BYTES;
         tma_load<1>(a_dst, &a_map, bar, kt * BK, row);
         if (CLUSTER == 1 || rank == 0)
-          tma_load<CLUSTER>(b_dst, &gate_weight_map, bar, kt * BK, n * HALF);
+          tma_load<CLUSTER>(b_dst, &gate_weight_map, bar, kt * BK, tile.n * HALF);
         if (CLUSTER == 1 || rank == 1)
-          tma_load<CLUSTER>(b_dst + HALF * BK * 2, &up_weight_map, bar, kt * BK, n * HALF);
+          tma_load<CLUSTER>(b_dst + HALF * BK * 2, &up_weight_map, bar, kt * BK, tile.n * HALF);
       });
-      let_next_begin();  // begun with the first block, it measured slower
+      let_next_start();  // begun with the first block, it measured slower
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");

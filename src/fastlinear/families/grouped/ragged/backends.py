@@ -21,6 +21,7 @@ from fastlinear.dispatch.drawn import Draw, linear_clear_of_kinks
 from fastlinear.families.grouped import one_step
 from fastlinear.families.grouped.ragged import planes
 from fastlinear.families.grouped.ragged.cpu import cpp
+from fastlinear.families.grouped.ragged.cuda import backend as cuda
 from fastlinear.families.grouped.ragged.problem import NAME, SPACE, problem
 from fastlinear.families.grouped.triton import config
 from fastlinear.families.linear import batch_invariant as layers
@@ -41,6 +42,12 @@ _CPP_SOURCES = (
 _PLANES_SOURCES = (
     *("families/grouped/ragged/formula.py", "families/grouped/ragged/planes.py"),
     *("families/linear/cuda", *CUDA_SOURCES),
+)
+_CUDA_SOURCES = (
+    *("families/grouped/ragged/formula.py", "families/grouped/ragged/layout.py"),
+    *("families/grouped/ragged/cuda", "families/grouped/ragged/triton"),
+    *("families/grouped/triton", "families/linear/triton"),
+    *("families/linear/cuda", *CUDA_SOURCES, *TRITON_SOURCES),
 )
 _LINEAR_SOURCES = ("families/linear/batch_invariant.py", "families/linear/cpu", *CPP_SOURCES)
 
@@ -93,10 +100,12 @@ FAMILY = register_family(
             ("eager", _reason_not_eager, ("families/grouped/ragged/products.py",)),
             ("triton", _reason_not_triton, _TRITON_SOURCES),
             ("planes", planes.reason_not, _PLANES_SOURCES),
+            ("cuda", cuda.reason_not, _CUDA_SOURCES),
             ("cpp", cpp.reason_not, _CPP_SOURCES),
             (BATCH_INVARIANT, _reason_not_invariant, (*_TRITON_SOURCES, *_LINEAR_SOURCES)),
         ),
         space=SPACE,
         make_inputs=_make_inputs,
+        on_request=(BATCH_INVARIANT, "cuda"),  # nobody has timed "cuda"
     )
 )

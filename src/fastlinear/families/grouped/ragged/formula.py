@@ -15,6 +15,7 @@ from fastlinear.core import calls
 from fastlinear.core.errors import InputError
 from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.families.grouped.ragged import planes, products
+from fastlinear.families.grouped.ragged.cuda import backend as cuda
 from fastlinear.families.grouped.ragged.validation import counted
 from fastlinear.fastpath import autograd_node
 from fastlinear.op import differentiable
@@ -32,7 +33,7 @@ class Formula:
 
     Attributes:
         activation: its name.
-        backend: ``"cpp"``, ``"triton"``, ``"planes"`` or ``"batch_invariant"``.
+        backend: ``"cpp"``, ``"triton"``, ``"planes"``, ``"cuda"`` or ``"batch_invariant"``.
     """
 
     node: ClassVar[str] = "RaggedLinearBackward"
@@ -52,7 +53,7 @@ class Formula:
     @property
     def keeps_sizes(self) -> bool:
         """Whether the backward reads a copy of the sizes, not the caller's tensor."""
-        return self.backend not in ("triton", "planes")
+        return self.backend not in ("triton", "planes", "cuda")
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -133,6 +134,8 @@ class Formula:
             return batch_invariant.forward, batch_invariant.backward
         if self.backend == "planes":
             return planes.forward, planes.backward
+        if self.backend == "cuda":
+            return cuda.forward, cuda.backward
         from fastlinear.families.grouped.ragged.triton import backend as triton
 
         return triton.forward, triton.backward

@@ -42,6 +42,8 @@ def ragged_linear(
         backend: ``"triton"``, one launch forward and at most two backward, on CUDA devices (on
             Hopper dW of large weights in bfloat16 is PyTorch's grouped product, a few more);
             ``"planes"``, float32 by tensor cores of float16 on Hopper, a few launches each;
+            ``"cuda"``, bfloat16 and float16 on Hopper where K and N are multiples of 8, taken only
+            where it is asked for, a few launches each;
             ``"cpp"``, one C++ call each, on CPUs, in float32 and bfloat16; ``"eager"``, a product
             of PyTorch a group, which reads the sizes on the host and so waits for the device; or
             ``"batch_invariant"``, by which rows do not depend on each other. None lets fastlinear
@@ -52,8 +54,9 @@ def ragged_linear(
 
     Raises:
         InputError: shapes, dtypes or devices do not fit, or a name is unknown; with "cpp" and
-            "eager" also a negative size, or sizes that pass T together. "triton" and "planes" do
-            not wait to look at them: a negative size counts as 0, and what passes T is cut off.
+            "eager" also a negative size, or sizes that pass T together. "triton", "planes" and
+            "cuda" do not wait to look at them: a negative size counts as 0, and what passes T is
+            cut off.
         UnsupportedError: a forced backend cannot serve the call; the message says why.
 
     float32, bfloat16, float16 and float64; 16-bit dtypes accumulate in float32. Deterministic for

@@ -20,7 +20,8 @@ from fastlinear.families.linear.cuda.planes import (
     why_not_of,
 )
 from fastlinear.families.linear.cuda.planes_product import product
-from fastlinear.families.linear.cuda.planes_split import Ragged, Source, ragged, split
+from fastlinear.families.linear.cuda.planes_split import Source, split
+from fastlinear.kernels.cuda.ragged import Ragged, ragged
 
 
 def reason_not(p: Problem) -> str | None:

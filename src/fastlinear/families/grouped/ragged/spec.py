@@ -98,8 +98,11 @@ def _by(backend: str, x: Tensor, weight: Tensor, more: More, activation: str) ->
 
 
 eager_forward, triton_forward, cpp_forward = _reference, partial(_by, "triton"), partial(_by, "cpp")
-planes_forward, batch_invariant_forward = partial(_by, "planes"), partial(_by, BATCH_INVARIANT)
-eager_step, triton_step, cpp_step, planes_step, batch_invariant_step = (
-    partial(trained, by)
-    for by in (eager_forward, triton_forward, cpp_forward, planes_forward, batch_invariant_forward)
+planes_forward, cuda_forward = partial(_by, "planes"), partial(_by, "cuda")
+batch_invariant_forward = partial(_by, BATCH_INVARIANT)
+eager_step, triton_step, cpp_step = (
+    partial(trained, by) for by in (eager_forward, triton_forward, cpp_forward)
+)
+planes_step, cuda_step, batch_invariant_step = (
+    partial(trained, by) for by in (planes_forward, cuda_forward, batch_invariant_forward)
 )

@@ -22,7 +22,7 @@ from fastlinear.op.checks import (
     check_tensor,
 )
 
-BACKENDS = (BATCH_INVARIANT, "cpp", "eager", "planes", "triton")
+BACKENDS = (BATCH_INVARIANT, "cpp", "cuda", "eager", "planes", "triton")
 _INTEGERS = (torch.int32, torch.int64)
 
 

@@ -18,6 +18,7 @@ from fastlinear.families.linear.cuda.gemm_config import Config, config_for, writ
 from fastlinear.kernels.cuda.hopper import (
     ARCH,
     BK,
+    EPILOGUE,
     HALF_DTYPES,
     THREADS,
     EarlyLaunch,
@@ -89,8 +90,10 @@ def source(
         "HAS_BIAS": int(has_bias),
         "SAVE": int(save_pre),
         "DIRECT": int(direct),
+        "BY_ROWS": 0,
     }
-    return device_source(_SOURCE, macros, config.bn, dtype, activation, a_mn, b_mn)
+    text = device_source(EPILOGUE, macros, config.bn, dtype, activation, a_mn, b_mn)
+    return text + _SOURCE.read_text()
 
 
 class _Plan:

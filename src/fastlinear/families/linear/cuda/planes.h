@@ -18,30 +18,10 @@
 //
 // A matrix may be derived from two or three others, where a pass of its own to write it would cost more.
 //
-// hopper_words.h, with IS_BF16 0, and activations/cuda.h come before this file. Macros from the host:
-// DERIVED_NONE to DERIVED_GATE_GRADIENT, as Derivation of planes.py numbers them.
+// hopper_words.h, with IS_BF16 0, activations/cuda.h and ragged.h come before this file. Macros from the
+// host: DERIVED_NONE to DERIVED_GATE_GRADIENT, as Derivation of planes.py numbers them.
 
-constexpr int SEGMENT = 64;
-
-// Rows side by side, of one group or of none (-1), and where planes of the first lie.
-struct __align__(16) Lines {
-  int first, rows, group, planes;  // rows: from the first to the group's last
-};
-
-// Groups of rows whose sizes only the device knows, in a table that planes_groups.cu writes. Planes of each
-// begin at a multiple of 64 rows; tiles of 128 rows cover each group, and then the rows behind the last.
-struct Ragged {
-  int* table;
-  int groups, most_tiles, most_blocks;
-
-  __device__ __forceinline__ Lines* of_tiles() const { return reinterpret_cast<Lines*>(table); }
-  __device__ __forceinline__ Lines* of_blocks() const { return of_tiles() + most_tiles; }
-  // Of each group, and behind the last: the first row, 64 rows of planes, tile.
-  __device__ __forceinline__ int* rows() const { return reinterpret_cast<int*>(of_blocks() + most_blocks); }
-  __device__ __forceinline__ int* blocks() const { return rows() + groups + 1; }
-  __device__ __forceinline__ int* tiles() const { return blocks() + groups + 1; }
-  __device__ __forceinline__ int* count() const { return tiles() + groups + 1; }  // of all tiles
-};
+constexpr int SEGMENT = BLOCK_ROWS;  // numbers along K; of planes by columns these are rows
 constexpr float NO_PLANES = -1.0f;
 constexpr int TOP = 14;                // where the largest number goes: 2^14 to 2^15
 constexpr int LEVEL = 29;              // bits between the levels; the mean number may lie so many below

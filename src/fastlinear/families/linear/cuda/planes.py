@@ -18,12 +18,18 @@ import torch
 from fastlinear.activations.reference import CUDA_HEADER, cuda_macros
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import why_no_hopper
-from fastlinear.kernels.cuda.hopper import ASYNC, BK, SHARED_LIMIT, WORDS, wgmma_source
+from fastlinear.kernels.cuda.hopper import (
+    ASYNC,
+    BK,
+    RAGGED_HEADER,
+    SHARED_LIMIT,
+    WORDS,
+    wgmma_source,
+)
 
 KERNEL, SUMS_KERNEL = "planes_product", "planes_sums"
 SPLIT_KERNEL, BIAS_KERNEL = "planes_split", "planes_bias"
-GROUPS_KERNEL = "planes_groups"
-SPLIT_THREADS, GROUPS_THREADS = 256, 1024
+SPLIT_THREADS = 256
 CAPABILITY = (9, 0)
 SEGMENT = 64
 PITCH = 8
@@ -204,12 +210,6 @@ def split_source(activation: str = "none", grouped: bool = False, ragged: bool =
     return _text(macros, "", "planes_split.cu")
 
 
-@cache
-def groups_source() -> str:
-    """The complete CUDA C++ source of ``planes_groups.cu``."""
-    return _text(_macros("none"), "", "planes_groups.cu")
-
-
 def _macros(activation: str) -> dict[str, str | int]:
     derivations = {f"DERIVED_{one.name}": int(one) for one in Derivation}
     return {"IS_BF16": 0, **derivations, **cuda_macros("tail", activation)}
@@ -217,7 +217,8 @@ def _macros(activation: str) -> dict[str, str | int]:
 
 def _text(macros: dict[str, str | int], instructions: str, *names: str) -> str:
     defines = "".join(f"#define {k} {v}\n" for k, v in macros.items())
-    files = WORDS, CUDA_HEADER, ASYNC, *(_HERE / name for name in ("planes.h", *names))
+    own = (_HERE / name for name in ("planes.h", *names))
+    files = WORDS, CUDA_HEADER, ASYNC, RAGGED_HEADER, *own
     return defines + instructions + "".join(p.read_text() for p in files)
 
 

@@ -23,17 +23,16 @@ from fastlinear.families.linear.cuda.planes import (
 )
 from fastlinear.families.linear.cuda.planes_split import (
     MADE,
-    RAGGED_BYTES,
     READ,
     SHARED,
     TENSORS,
     Planes,
-    Ragged,
     Source,
 )
 from fastlinear.kernels.cuda import compiled
 from fastlinear.kernels.cuda.hopper import BK
 from fastlinear.kernels.cuda.prepared import MAP_BYTES, Block, Plans, Prepared, prepared
+from fastlinear.kernels.cuda.ragged import RAGGED_BYTES, Ragged
 from fastlinear.native import cuda_driver as driver
 
 _REMEDY = "Leave the configuration to the model."

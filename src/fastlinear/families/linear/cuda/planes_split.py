@@ -12,12 +12,9 @@ from torch import Tensor
 
 from fastlinear.families.linear.cuda.planes import (
     BIAS_KERNEL,
-    GROUPS_KERNEL,
-    GROUPS_THREADS,
     SPLIT_KERNEL,
     SPLIT_THREADS,
     Derivation,
-    groups_source,
     pitch,
     split_source,
     up,
@@ -25,66 +22,14 @@ from fastlinear.families.linear.cuda.planes import (
 from fastlinear.kernels.cuda import compiled
 from fastlinear.kernels.cuda.hopper import BK
 from fastlinear.kernels.cuda.prepared import Block, Plans, Prepared, prepared
+from fastlinear.kernels.cuda.ragged import RAGGED_BYTES, Ragged
 
 _SIDE_BYTES = 7 * 8
 _MATRIX_BYTES = 4 * 8 + 2 * _SIDE_BYTES + 2 * 3 * 8 + 12 * 4
 _MOST_MATRICES = 5
 _OF_GROUPS = _MOST_MATRICES * _MATRIX_BYTES
-RAGGED_BYTES = 8 + 4 * 4
 _SPLIT_BYTES = _OF_GROUPS + RAGGED_BYTES + 8
 _BIAS_COLUMNS = 32
-
-
-class Ragged(NamedTuple):
-    """Groups of rows whose sizes only the device knows, as ``planes_groups.cu`` writes them.
-
-    Attributes:
-        table: of 32-bit integers.
-        groups: how many.
-        rows: of all groups, and behind them.
-    """
-
-    table: Tensor
-    groups: int
-    rows: int
-
-    @property
-    def most_blocks(self) -> int:
-        """Blocks of 64 rows that planes have at most."""
-        return self.rows // BK + min(self.groups, self.rows)
-
-    @property
-    def most_tiles(self) -> int:
-        """Tiles of 128 rows that there are at most; one more for rows of no group."""
-        return self.rows // (2 * BK) + min(self.groups, self.rows) + 1
-
-    @property
-    def facts(self) -> tuple[int, ...]:
-        """The numbers that kernels are told."""
-        return self.groups, self.most_tiles, self.most_blocks
-
-
-def ragged(sizes: Tensor, rows: int) -> Ragged:
-    """Where groups lie, in one launch; sizes: (groups,), dense, of 32 or 64 bits, on the device.
-
-    Sizes below 0 count as 0, and groups end where the rows do.
-    """
-    device = sizes.device.index
-    found = Ragged(sizes, sizes.shape[0], rows)
-    entries = 4 * (found.most_tiles + found.most_blocks) + 3 * (found.groups + 1) + 1
-    found = found._replace(table=sizes.new_empty(entries, dtype=torch.int32))
-
-    def plan() -> Prepared:
-        block = Block(8 + RAGGED_BYTES + 8)
-        block.address(0, 0, sizes.itemsize - 1)
-        block.address(8, 1, 15)
-        block.numbers(16, "3i", *found.facts)
-        block.numbers(8 + RAGGED_BYTES, "2i", rows, sizes.itemsize == 8)
-        with compiled.current(device):
-            return prepared(groups_source(), GROUPS_KERNEL, block, GROUPS_THREADS, 1, device)
-
-    _tables.of((device, sizes.itemsize, *found.facts, rows), plan)(sizes, found.table)
-    return found
 
 
 class Source(NamedTuple):
@@ -208,7 +153,6 @@ TENSORS = MADE + READ + SHARED
 _GIVEN = READ + 2 + 2 * MADE  # tensors of a matrix
 
 plans: Plans[_SplitPlan] = Plans()
-_tables: Plans[Prepared] = Plans()
 Turns = tuple[tuple[int, int], ...]
 
 

@@ -1,0 +1,1 @@
+"""Backend in CUDA C++, for Hopper."""
