@@ -185,10 +185,10 @@ def known_layer(
     Its gradients can be differentiated again.
 
     Args:
-        product: of the backward: (piece of linear_act, its operands) → it; None for PyTorch's.
         known: (M, N): the pre-activation, or the output, whose ``derivative`` is given:
             (dy, output) → the gradient of the pre-activation.
         x, weight, bias: (M, K), (N, K) and (N,) or None.
+        product: of the backward: (piece of linear_act, its operands) → it; None for PyTorch's.
     """
     result: Tensor
     if product is None and autograd_node.begun():
