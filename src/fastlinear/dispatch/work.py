@@ -94,6 +94,14 @@ def fresh(numbers: float, dtype: str, *, kept: bool = False) -> tuple[Work, ...]
     return (Work(KEPT if kept else FRESH, size),) if size >= _FRESH_BYTES else ()
 
 
+def turned(m: float, n: float, dtype: str) -> tuple[Work, ...]:
+    """A copy by rows of m rows of n numbers that lie by columns: PyTorch's pass x ∘ w + b over such
+    rows, and what a copy differs from it where that was measured."""
+    sizes = {"numbers": m * n, "k": n, "m": m}
+    kind, flags = "diagonal_linear addcmul forward pass", ("x=strided",)
+    return (Work(kind, m * n, sizes, flags, ("none", "copy")), *fresh(m * n, dtype))
+
+
 def passed(name: str, m: float, n: float, activation: str, *flags: str) -> tuple[Work, ...]:
     """One elementwise pass over m rows of n numbers, and the call of it."""
     return (

@@ -9,11 +9,11 @@ from fastlinear.dispatch import widened
 from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.steps import of_pieces
-from fastlinear.dispatch.work import Work, fresh, host, passed, product
+from fastlinear.dispatch.work import Work, fresh, host, passed, product, turned
 from fastlinear.families.linear import cpu_work as linear
 from fastlinear.families.linear import problem as linear_act
 from fastlinear.families.mlp import layerwise
-from fastlinear.families.mlp.problem import NAME, PIECES, STEP
+from fastlinear.families.mlp.problem import NAME, PIECES, STEP, widths_of
 from fastlinear.fastpath.autograd_node import node_work
 
 _KNOWN = ("eager", "layerwise", "whole_cpp", "pieces")
@@ -31,6 +31,8 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if backend == "whole_cpp":
         own = host(f"{NAME} whole_cpp {p.piece}")
         each = [own, *(w for layer in layers for w in _whole(layer, p.piece))]
+        if p.option("x") == "strided":
+            each += turned(p.dim("M"), widths_of(p)[0], p.dtype)
         return tuple(each) if p.dtype == "float32" else widened.inside(family(NAME), p, each)
     found = [host(f"{NAME} eager {p.piece}")]  # layerwise is a loop over layers as well
     known: dict[Problem, tuple[Work, ...]] = {}  # of equal layers one is looked at
