@@ -44,12 +44,21 @@ bool forked() { return forking_thread && forking_thread == uint64_t(pthread_self
 [[maybe_unused]] const int fork_noticed =
     pthread_atfork(nullptr, nullptr, [] { forking_thread = uint64_t(pthread_self()); });
 
+// While one lives, its thread computes alone if it is told so.
+struct Alone {
+  static inline thread_local bool now = false;
+  const bool before = now;
+  explicit Alone(bool alone) { now = now || alone; }
+  ~Alone() { now = before; }
+  Alone(const Alone&) = delete;
+};
+
 // Threads for work that is worth `wanted` of them: one, or all, as PyTorch's own ops take them. GNU's
 // OpenMP ends those that a smaller team leaves out, and starts them anew for the next larger one.
 // One within somebody else's parallel region.
 int threads_worth(double wanted) {
 #if defined(_OPENMP)
-  if (wanted < 2 || forked() || omp_in_parallel()) return 1;
+  if (wanted < 2 || Alone::now || forked() || omp_in_parallel()) return 1;
   return threads_of_torch ? threads_of_torch() : omp_get_max_threads();
 #else
   (void)wanted;

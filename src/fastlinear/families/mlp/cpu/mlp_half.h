@@ -14,6 +14,10 @@ constexpr int64_t kRowsAtOnce = 512;         // at least: weights are read anew 
 constexpr int64_t kStretch = 1 << 12;        // numbers that a thread converts at a time
 constexpr double kNumbersAThread = 1 << 16;  // below so many a second thread does not pay
 
+// Up to so many rows a thread computes alone: others would fetch each weight from the cache of the one that
+// widened it, which takes longer than the products of these rows.
+constexpr int64_t kRowsAlone = 256;
+
 thread_local Scratch widened_of;
 
 // convert(first, count) of stretches of n numbers, shared out among threads.
@@ -124,6 +128,7 @@ extern "C" void fastlinear_mlp_forward_half(int bf16, int64_t layers, const int6
                                             const int32_t* acts, const void* const* weights,
                                             const void* const* biases, const void* x, void* y,
                                             void* const* saved, int64_t m) {
+  const Alone alone(m <= kRowsAlone);
   const auto run = [=](auto number) {
     using T = decltype(number);
     forward_widened(layers, widths, acts, reinterpret_cast<const T* const*>(weights),
@@ -138,6 +143,7 @@ extern "C" void fastlinear_mlp_backward_half(int bf16, int64_t layers, const int
                                              const void* x, const void* const* saved, const void* dy,
                                              void* dx, void* const* dws, void* const* dbs,
                                              int64_t first, int64_t m) {
+  const Alone alone(m <= kRowsAlone);
   const auto run = [=](auto number) {
     using T = decltype(number);
     backward_widened(layers, widths, acts, reinterpret_cast<const T* const*>(weights),
