@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <vector>
 
 using std::max;
 using std::min;
