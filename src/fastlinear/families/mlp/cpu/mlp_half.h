@@ -16,7 +16,7 @@ constexpr double kNumbersAThread = 1 << 16;  // below so many a second thread do
 
 // Up to so many rows a thread computes alone: others would fetch each weight from the cache of the one that
 // widened it, which takes longer than the products of these rows.
-constexpr int64_t kRowsAlone = 256;
+constexpr int64_t kRowsAlone = 128;
 
 thread_local Scratch widened_of;
 
