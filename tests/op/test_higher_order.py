@@ -12,7 +12,7 @@ from torch import Tensor
 import fastlinear as fl
 from fastlinear.activations.reference import ACTIVATIONS, SMOOTH
 from fastlinear.activations.reference import activation as activation_of
-from fastlinear.core.compare import judge
+from fastlinear.core.compare import Verdict, judge, over_draws
 from fastlinear.families.linear import autograd as linear_autograd
 from fastlinear.families.linear import higher_order
 from fastlinear.families.linear import reference as linear
@@ -78,22 +78,22 @@ def test_numbers_in_cpp(name: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_numbers_in_triton(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from fastlinear.kernels.triton import slopes
+    from fastlinear.kernels.triton import elementwise as by_triton
 
-    check(name, slopes, dtype, DEVICE, shape)
+    check(name, by_triton, dtype, DEVICE, shape)
 
 
 @compares
 @pytest.mark.parametrize("name", NAMES)
 def test_far_numbers(name: str) -> None:
     """No NaN where PyTorch's first derivative has none."""
-    from fastlinear.kernels.triton import slopes
+    from fastlinear.kernels.triton import elementwise as by_triton
 
     act = activation_of(name)
     pre = torch.tensor([0.0, -0.0, 1e-30, 12.0, -12.0, 90.0, -90.0, 1e4, -1e4, 1e19, -1e19])
     saved = (act.value(pre) if act.saved == "output" else pre).to(DEVICE)
     ones = torch.ones_like(saved)
-    modules = [slopes] if ON_GPU else [slopes, elementwise]
+    modules = [by_triton] if ON_GPU else [by_triton, elementwise]
     for module in modules:
         for t in passes(name, [ones, ones, ones, ones, saved], module):
             assert t.isfinite().all(), (name, t)
@@ -145,9 +145,9 @@ def chain(activation: str) -> tuple[Run, Run]:
     return fast, plain
 
 
-def orders(run: Run, dtype: torch.dtype, device: str, rows: int) -> list[Tensor]:
+def orders(run: Run, dtype: torch.dtype, device: str, rows: int, seed: int) -> list[Tensor]:
     """y, dx, the gradient of a function of dx, and what functions of all of them derive."""
-    draw = torch.Generator().manual_seed(3)
+    draw = torch.Generator().manual_seed(seed)
     shapes = [(rows, 5), (16, 5), (16,), (9, 16), (9,)]
     leaves = [torch.randn(s, generator=draw).to(device, dtype) * 0.5 for s in shapes]
     leaves = [t.requires_grad_() for t in leaves]
@@ -160,8 +160,12 @@ def orders(run: Run, dtype: torch.dtype, device: str, rows: int) -> list[Tensor]
 
 def agree(ways: tuple[Run, Run], device: str = "cpu", rows: int = 40) -> None:
     kinds = (ways[0], torch.float32), (ways[1], torch.float32), (ways[1], torch.float64)
-    for i, found in enumerate(zip(*(orders(*k, device, rows) for k in kinds), strict=True)):
-        verdict = judge(str(i), *found)
+
+    def judged(seed: int, _: Any = None) -> dict[str, list[Verdict]]:
+        found = zip(*(orders(*k, device, rows, seed) for k in kinds), strict=True)
+        return {"": [judge(str(i), *results) for i, results in enumerate(found)]}
+
+    for verdict in over_draws(judged(0), judged)[""]:  # a few numbers are few roundings
         assert verdict.passed, str(verdict)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastlinear.activations.reference import SMOOTH
-from fastlinear.kernels.triton import slopes
+from fastlinear.kernels.triton import elementwise
 from tests.families.triton_offline import FLOATS, Recorded, assert_fits, recorder
 
 
@@ -15,11 +15,11 @@ from tests.families.triton_offline import FLOATS, Recorded, assert_fits, recorde
 @pytest.mark.parametrize("name", sorted(SMOOTH))
 def test_passes(name: str, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Recorded] = []
-    monkeypatch.setattr(slopes, "Launch", recorder(made))
-    monkeypatch.setattr(slopes, "_plans", {})
+    monkeypatch.setattr(elementwise, "Launch", recorder(made))
+    monkeypatch.setattr(elementwise, "_plans", {})
     a = torch.empty(1000, 128, dtype=dtype, device="meta")
-    slopes.second(name, a, a, a)
-    slopes.third(name, a, a, a, a, a)
+    elementwise.second(name, a, a, a)
+    elementwise.third(name, a, a, a, a, a)
     assert len(made) == 2
     for launch in made:
         assert_fits(launch.compile(arch), 1024)

@@ -92,9 +92,9 @@ def passes_of(act: Activation, t: Tensor) -> Any:
         return elementwise if served else None
     if not t.is_cuda or t.dtype is torch.float64 or not is_installed("triton"):
         return None
-    from fastlinear.kernels.triton import slopes
+    from fastlinear.kernels.triton import elementwise as by_triton
 
-    return slopes
+    return by_triton
 
 
 def _apply(function: type[torch.autograd.Function], *given: Any) -> Any:

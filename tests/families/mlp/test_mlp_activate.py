@@ -19,7 +19,7 @@ from tests.families.interpreted import (
 )
 
 if INTERPRETED or ON_GPU:
-    from fastlinear.families.mlp.triton.activate import activated
+    from fastlinear.kernels.triton.elementwise import activated
 
 _KEPT = [name for name, act in ACTIVATIONS.items() if act.saved == "pre"]
 

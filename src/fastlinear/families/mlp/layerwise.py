@@ -141,7 +141,7 @@ def _input(i: int, x: Tensor, saved: tuple[Tensor, ...], names: tuple[str, ...])
         return layer_input(i, x, saved, names)
     if not activates_at(names[i - 1], before.dtype):
         return layer_input(i, x, saved, names)
-    from fastlinear.families.mlp.triton.activate import activated
+    from fastlinear.kernels.triton.elementwise import activated
 
     return activated(before, names[i - 1])
 

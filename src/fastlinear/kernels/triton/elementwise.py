@@ -1,4 +1,4 @@
-"""Second and third derivatives of smooth activations, each in one pass, by Triton.
+"""Passes of activations by Triton: results, and second and third derivatives of smooth ones.
 
 As ``kernels.cpu.elementwise`` has them. Importing this imports Triton.
 """
@@ -12,12 +12,27 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlinear.activations.reference import math_of
-from fastlinear.activations.triton import activation_slopes
+from fastlinear.activations.triton import activation, activation_slopes
 from fastlinear.kernels.triton.launch import Launch
 
-_BLOCK, _WARPS = 1024, 4
 _MAX_PLANS = 1024
 _plans: dict[Any, Launch] = {}
+
+
+@triton.jit
+def _activate_kernel(
+    pre_ptr,
+    out_ptr,
+    NUMBERS,
+    ACTIVATION: tl.constexpr,
+    MATH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out = act(pre), both dense."""
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < NUMBERS
+    pre = tl.load(pre_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offs, activation(pre, ACTIVATION, MATH), mask=mask)
 
 
 @triton.jit
@@ -72,6 +87,16 @@ def _third_kernel(
     tl.store(by_saved_ptr + offs, g * (a * second + b * e * third), mask=mask)
 
 
+def activated(pre: Tensor, name: str) -> Tensor:
+    """act(pre): float32, bfloat16 or float16, dense, of any shape; a new tensor.
+
+    PyTorch's operation would cost a recorded call's host as much as five launches do.
+    """
+    out = pre.new_empty(pre.shape)
+    _run(_activate_kernel, name, pre, out, block=2048, warps=8)
+    return out
+
+
 def second(name: str, g: Tensor, e: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
     """Of dpre = e act'(saved), for a smooth activation: g times its derivatives by e and by saved.
     All tensors are dense, of one shape and dtype: float32, bfloat16 or float16."""
@@ -89,7 +114,8 @@ def third(
     return by_g, by_e, by_saved
 
 
-def _run(kernel: Any, name: str, *given: Tensor) -> None:
+def _run(kernel: Any, name: str, *given: Tensor, block: int = 1024, warps: int = 4) -> None:
+    """Launch a kernel over the numbers of dense tensors of one shape."""
     first, numbers = given[0], given[0].numel()
     if not numbers:
         return
@@ -99,6 +125,6 @@ def _run(kernel: Any, name: str, *given: Tensor) -> None:
     if launch is None:
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        rest, grid = (numbers, name, math_of(first.dtype), _BLOCK), (-(-numbers // _BLOCK),)
-        launch = _plans[key] = Launch(kernel, grid, rest, first.device, warps=_WARPS)
+        rest, grid = (numbers, name, math_of(first.dtype), block), (-(-numbers // block),)
+        launch = _plans[key] = Launch(kernel, grid, rest, first.device, warps=warps)
     launch(*given)
