@@ -233,6 +233,36 @@ def test_a_fourth_order_and_batches(worth: dict[str, int]) -> None:
         assert verdict.passed, str(verdict)
 
 
+@pytest.mark.parametrize("made", [layer, chain])
+@pytest.mark.parametrize("how", ["constant", "batched", "negative", "turned when saved"])
+@pytest.mark.skipif(INTERPRETED, reason="C++")
+def test_gradients_of_any_kind(how: str, made: Any, worth: dict[str, int]) -> None:
+    """Constants, batches, numbers whose sign is apart, saved tensors that come back turned."""
+
+    def run(way: Run) -> tuple[Tensor, ...]:
+        draw = torch.Generator().manual_seed(1)
+        x = torch.randn(4, 5, generator=draw).requires_grad_()
+        rest = [torch.randn(s, generator=draw) for s in ((6, 5), (6,), (3, 6), (3,))]
+        y = way(x, *rest)
+        dy = torch.ones_like(y)
+        dy = torch._neg_view(dy) if how == "negative" else dy
+        (first,) = torch.autograd.grad(y, x, dy, create_graph=True)
+        if how == "batched":
+            each = torch.eye(20).view(20, 4, 5)
+            return torch.autograd.grad(first, x, each, is_grads_batched=True, create_graph=True)
+        (second,) = torch.autograd.grad(first.pow(3).sum(), x, create_graph=True)
+        return (*torch.autograd.grad(second.square().sum(), x, create_graph=True), second)
+
+    def turned(t: Tensor) -> Tensor:
+        return t.t() if t.dim() == 2 else t
+
+    saved = (lambda t: turned(t.detach()).contiguous()), turned
+    hooks = saved if how == "turned when saved" else (lambda t: t, lambda t: t)
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        ours = run(made("tanh")[0])
+    torch.testing.assert_close(ours, run(made("tanh")[1]), rtol=1e-4, atol=1e-4)
+
+
 def test_small_layers_are_left_to_pytorch() -> None:
     pay = higher_order.passes_pay
     assert not pay(8, 8, "tanh", torch.float32, "cpu")

@@ -40,6 +40,9 @@ def gradients(
     with torch.enable_grad():
         own = [None if t is None else t.view_as(t) for t in tensors]
         wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
+        for t in wanted:
+            if not t.requires_grad:  # a constant has a gradient, too
+                t.requires_grad_()
         found = iter(torch.autograd.grad(run(*own), wanted, dys, create_graph=True))
     pairs = zip(own, needs, strict=True)
     return tuple([next(found) if need and t is not None else None for t, need in pairs])
@@ -54,7 +57,7 @@ def grad_pre(act: Activation, dy: Tensor, saved: Tensor, *, fused: bool = False)
     if not torch.is_grad_enabled():
         return act.backward(dy, saved)
     if fused and in_memory(dy, saved) and passes_of(act, saved) is not None:
-        dpre: Tensor = _apply(_GradPre, act, dy.contiguous(), saved.contiguous())
+        dpre: Tensor = _apply(_GradPre, act, *_dense(dy, saved))
         return dpre
     return _grad_pre(act, dy, saved)
 
@@ -80,7 +83,8 @@ def in_memory(*tensors: Tensor) -> bool:
     """Whether these are numbers in memory, of one dtype, that nobody watches."""
     if torch.compiler.is_compiling() or calls.watched() or calls.beyond_memory(*tensors):
         return False
-    return all(type(t) in calls.PLAIN and t.dtype is tensors[0].dtype for t in tensors)
+    plain = all(type(t) in calls.PLAIN and not t.is_neg() for t in tensors)
+    return plain and all(t.dtype is tensors[0].dtype for t in tensors)
 
 
 def passes_of(act: Activation, t: Tensor) -> Any:
@@ -95,6 +99,10 @@ def passes_of(act: Activation, t: Tensor) -> Any:
     from fastlinear.kernels.triton import elementwise as by_triton
 
     return by_triton
+
+
+def _dense(*tensors: Tensor) -> list[Tensor]:
+    return [t.contiguous() for t in tensors]  # hooks on saved tensors may have laid them otherwise
 
 
 def _apply(function: type[torch.autograd.Function], *given: Any) -> Any:
@@ -134,7 +142,7 @@ class _GradPre(torch.autograd.Function):
         e, saved = ctx.saved_tensors
         if not in_memory(g, e, saved):
             return None, *_second(ctx.act, g, e, saved)
-        return None, *_apply(_Second, ctx.act, g.contiguous(), e, saved)
+        return None, *_apply(_Second, ctx.act, *_dense(g, e, saved))
 
 
 class _Second(torch.autograd.Function):
@@ -157,9 +165,7 @@ class _Second(torch.autograd.Function):
         if torch.is_grad_enabled() or not in_memory(a, b, *given):
             run = partial(_second, act)
             return None, *gradients(run, given, calls.wanted(ctx)[1:], (a, b))
-        return None, *passes_of(act, given[0]).third(
-            act.name, a.contiguous(), b.contiguous(), *given
-        )
+        return None, *passes_of(act, given[0]).third(act.name, *_dense(a, b, *given))
 
 
 def _second(act: Activation, g: Tensor, e: Tensor, saved: Tensor) -> tuple[Tensor, ...]:

@@ -120,7 +120,7 @@ class Formula:
         if dpre is not None:
             run = _plus(dpre)
             dy = dpre.new_zeros(()).expand(shape) if dy is None else dy
-        elif torch.is_grad_enabled() or (dy is not None and calls.batched(dy)):
+        elif torch.is_grad_enabled() or (dy is not None and calls.beyond_memory(dy)):
             run = _differentiable
         assert dy is not None
         x, weight, _ = tensors

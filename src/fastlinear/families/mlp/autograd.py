@@ -78,8 +78,8 @@ class Formula:
             kept: as ``forward`` gives it after y.
             needs: which gradients are wanted.
         """
-        # create_graph wants differentiable gradients; batches of them are for PyTorch's own ops
-        if torch.is_grad_enabled() or calls.batched(dy):
+        # create_graph wants differentiable gradients; batched and dual ones are for PyTorch's ops
+        if torch.is_grad_enabled() or calls.beyond_memory(dy):
             return self._by_ops(dy, tensors, kept, needs)
         x, *rest = tensors
         assert x is not None

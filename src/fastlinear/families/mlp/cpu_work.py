@@ -31,9 +31,9 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if backend == "whole_cpp":
         own = host(f"{NAME} whole_cpp {p.piece}")
         each = [own, *(w for layer in layers for w in _whole(layer, p.piece))]
-        if p.option("x") == "strided":
-            each += turned(p.dim("M"), widths_of(p)[0], p.dtype)
-        return tuple(each) if p.dtype == "float32" else widened.inside(family(NAME), p, each)
+        made = tuple(each) if p.dtype == "float32" else widened.inside(family(NAME), p, each)
+        strided = p.option("x") == "strided"
+        return (*made, *turned(p.dim("M"), widths_of(p)[0], p.dtype)) if strided else made
     found = [host(f"{NAME} eager {p.piece}")]  # layerwise is a loop over layers as well
     known: dict[Problem, tuple[Work, ...]] = {}  # of equal layers one is looked at
     for layer in layers:

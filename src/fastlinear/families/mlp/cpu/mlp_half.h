@@ -14,9 +14,9 @@ constexpr int64_t kRowsAtOnce = 512;         // at least: weights are read anew 
 constexpr int64_t kStretch = 1 << 12;        // numbers that a thread converts at a time
 constexpr double kNumbersAThread = 1 << 16;  // below so many a second thread does not pay
 
-// Up to so many rows a thread computes alone: others would fetch each weight from the cache of the one that
-// widened it, which takes longer than the products of these rows.
-constexpr int64_t kRowsAlone = 128;
+// Up to so many rows, and weights that one second cache holds, a thread computes alone: others would fetch
+// each weight from the cache of the one that widened it, which takes longer than the products of these rows.
+constexpr int64_t kRowsAlone = 64;
 
 thread_local Scratch widened_of;
 
@@ -61,6 +61,10 @@ inline int64_t numbers_of_weights(int64_t layers, const int64_t* widths) {
   int64_t found = 0;
   for (int64_t l = 0; l < layers; ++l) found += (widths[l] + 1) * widths[l + 1];
   return found;
+}
+
+inline bool is_alone(int64_t layers, const int64_t* widths, int64_t m) {
+  return m <= kRowsAlone && numbers_of_weights(layers, widths) <= kNumbersAtOnce;
 }
 
 template <class T>
@@ -128,7 +132,7 @@ extern "C" void fastlinear_mlp_forward_half(int bf16, int64_t layers, const int6
                                             const int32_t* acts, const void* const* weights,
                                             const void* const* biases, const void* x, void* y,
                                             void* const* saved, int64_t m) {
-  const Alone alone(m <= kRowsAlone);
+  const Alone alone(is_alone(layers, widths, m));
   const auto run = [=](auto number) {
     using T = decltype(number);
     forward_widened(layers, widths, acts, reinterpret_cast<const T* const*>(weights),
@@ -143,7 +147,7 @@ extern "C" void fastlinear_mlp_backward_half(int bf16, int64_t layers, const int
                                              const void* x, const void* const* saved, const void* dy,
                                              void* dx, void* const* dws, void* const* dbs,
                                              int64_t first, int64_t m) {
-  const Alone alone(m <= kRowsAlone);
+  const Alone alone(is_alone(layers, widths, m));
   const auto run = [=](auto number) {
     using T = decltype(number);
     backward_widened(layers, widths, acts, reinterpret_cast<const T* const*>(weights),

@@ -76,7 +76,7 @@ def source(
 def readable(t: Tensor) -> Tensor:
     """A matrix whose rows TMA reads: itself, or a dense copy."""
     t = with_rows(t)
-    if t.stride(0) % 8 or t.data_ptr() % 16:
+    if t.stride(0) < t.shape[1] or t.stride(0) % 8 or t.data_ptr() % 16:
         return t.clone(memory_format=torch.contiguous_format)
     return t
 
