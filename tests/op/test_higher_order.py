@@ -13,10 +13,8 @@ import fastlinear as fl
 from fastlinear.activations.reference import ACTIVATIONS, SMOOTH
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.compare import Verdict, judge, over_draws
-from fastlinear.families.linear import autograd as linear_autograd
 from fastlinear.families.linear import higher_order
 from fastlinear.families.linear import reference as linear
-from fastlinear.families.mlp import autograd as mlp_autograd
 from fastlinear.families.mlp import reference as mlp
 from fastlinear.kernels.cpu import elementwise
 from fastlinear.op import differentiable
@@ -107,8 +105,7 @@ def test_far_numbers(name: str) -> None:
 def worth(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """All passes and products are taken, whatever their sizes; how often each was."""
     counts: dict[str, int] = {}
-    for module in (linear_autograd, mlp_autograd):
-        monkeypatch.setattr(module, "passes_pay", lambda *_: True)
+    monkeypatch.setattr(higher_order, "passes_pay", lambda *_: True)
     monkeypatch.setattr(higher_order, "_node_us", lambda _: float("-inf"))
     higher_order._chosen.cache_clear()
     for function in (differentiable._GradPre, differentiable._Second, higher_order._Product):

@@ -16,7 +16,6 @@ from fastlinear.activations.reference import SMOOTH, Activation
 from fastlinear.core import calls
 from fastlinear.dispatch.backend import is_installed
 from fastlinear.fastpath import autograd_node
-from fastlinear.kernels.cpu import elementwise
 
 Derivative = Callable[[Tensor, Tensor], Tensor]
 Product = Callable[[str, Tensor, Tensor], Tensor]
@@ -92,6 +91,8 @@ def passes_of(act: Activation, t: Tensor) -> Any:
     if act.name not in SMOOTH:
         return None
     if t.device.type == "cpu":
+        from fastlinear.kernels.cpu import elementwise
+
         served = t.dtype is torch.float32 and elementwise.why_not_loaded() is None
         return elementwise if served else None
     if not t.is_cuda or t.dtype is torch.float64 or not is_installed("triton"):

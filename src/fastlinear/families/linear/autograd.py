@@ -14,7 +14,6 @@ from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core import calls
 from fastlinear.dispatch.select import Choice
 from fastlinear.families.linear import reference
-from fastlinear.families.linear.higher_order import passes_pay, product
 from fastlinear.families.linear.problem import BACKWARD_PIECES, WHOLE_BACKWARD
 from fastlinear.fastpath import autograd_node
 from fastlinear.op import differentiable
@@ -221,12 +220,20 @@ def _differentiable_grad_pre(
     act = activation_of(activation)
     if saved is None:
         return reference.grad_pre(dy, saved, activation, need_bias_grad)
-    fused = passes_pay(*dy.shape, activation, dy.dtype, dy.device.type)
+    from fastlinear.families.linear import higher_order  # few calls come here
+
+    fused = higher_order.passes_pay(*dy.shape, activation, dy.dtype, dy.device.type)
     dpre = differentiable.grad_pre(act, dy, saved, fused=fused)
     return dpre, dpre.sum(0) if need_bias_grad else None
 
 
-_PRODUCTS = partial(product, "grad_input"), partial(product, "grad_weight")
+def _product(piece: str, a: Tensor, b: Tensor) -> Tensor:
+    from fastlinear.families.linear import higher_order
+
+    return higher_order.product(piece, a, b)
+
+
+_PRODUCTS = partial(_product, "grad_input"), partial(_product, "grad_weight")
 _differentiable = backward_from(_differentiable_grad_pre, *_PRODUCTS)
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core import calls
-from fastlinear.families.linear.higher_order import passes_pay, product
 from fastlinear.families.mlp import reference
 from fastlinear.families.mlp.problem import layer_activations
 from fastlinear.families.mlp.reference import Needs, Weights
@@ -99,6 +98,8 @@ class Formula:
         needs: tuple[bool, ...],
     ) -> tuple[Tensor | None, ...]:
         """As ``gradients``, by differentiable ops over what layers kept: none is computed again."""
+        from fastlinear.families.linear import higher_order  # few calls come here
+
         x, *parameters = tensors
         assert x is not None
         weights, biases = self._parted(parameters)
@@ -113,10 +114,12 @@ class Formula:
                 fused.append(False)
                 break
             rows = known.detach().reshape(len(h), len(weight))
-            fused.append(passes_pay(*rows.shape, act.name, rows.dtype, rows.device.type))
+            fused.append(
+                higher_order.passes_pay(*rows.shape, act.name, rows.dtype, rows.device.type)
+            )
             graded = partial(differentiable.grad_pre, act, fused=fused[-1])
             derivative = graded if act.saved == "output" else None
-            multiply = product if fused[-1] else None
+            multiply = higher_order.product if fused[-1] else None
             gave.append(differentiable.known_layer(rows, derivative, h, weight, bias, multiply))
             h = gave[-1]
             if act.saved == "pre":
@@ -128,7 +131,7 @@ class Formula:
         first = reference.first_needed((needs[0], need_ws, need_bs))
         for i in reversed(range(first, self.layers)):
             dpre = differentiable.grad_pre(acts[i], dh, gave[i], fused=fused[i])
-            multiply = product if fused[i] else differentiable.by_torch
+            multiply = higher_order.product if fused[i] else differentiable.by_torch
             dws[i] = multiply("grad_weight", dpre, entering[i]) if need_ws[i] else None
             dbs[i] = dpre.sum(0) if need_bs[i] else None
             dh = multiply("grad_input", dpre, weights[i]) if i > first or needs[0] else dh

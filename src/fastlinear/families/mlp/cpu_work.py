@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch import widened
 from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.steps import of_pieces
@@ -31,7 +31,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if backend == "whole_cpp":
         own = host(f"{NAME} whole_cpp {p.piece}")
         each = [own, *(w for layer in layers for w in _whole(layer, p.piece))]
-        made = tuple(each) if p.dtype == "float32" else widened.inside(family(NAME), p, each)
+        made = tuple(each) if p.dtype == "float32" else _widened(p, each)
         strided = p.option("x") == "strided"
         return (*made, *turned(p.dim("M"), widths_of(p)[0], p.dtype)) if strided else made
     found = [host(f"{NAME} eager {p.piece}")]  # layerwise is a loop over layers as well
@@ -43,6 +43,12 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
                 known[q] = _layer(q, backend)
             found += known[q]
     return tuple(found)
+
+
+def _widened(p: Problem, works: Iterable[Work]) -> tuple[Work, ...]:
+    from fastlinear.dispatch import widened  # calls in float32 do without it
+
+    return widened.inside(family(NAME), p, works)
 
 
 def _layer(q: Problem, backend: str) -> tuple[Work, ...]:
