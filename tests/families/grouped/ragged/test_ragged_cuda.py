@@ -364,3 +364,11 @@ def test_a_graph_reads_the_sizes_at_every_replay() -> None:
         expected = _results(given, counted, "gelu", "cuda")
         for own, right in zip(found, expected, strict=True):
             assert torch.equal(own, right)
+
+
+def test_a_row_of_no_stride_is_copied() -> None:
+    """Contiguous to PyTorch, with a stride of 0 that no descriptor has."""
+    row = torch.randn(8, dtype=torch.float16).as_strided((1, 8), (0, 1))
+    assert row.is_contiguous()
+    assert row.stride(0) == 0
+    assert product.readable(row).stride(0) == 8
