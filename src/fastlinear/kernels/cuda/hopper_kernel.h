@@ -48,8 +48,10 @@ __device__ __forceinline__ void produce(const Work& work, u32 base, u32 full, u3
                                         const Load& load) {
   int stage = 0;
   u32 phase = 1;  // a fresh barrier counts as "previous phase done"
+  if (work.first >= work.tiles) return;
+  auto tile = work.at(work.first);
   for (int t = work.first; t < work.tiles; t += work.step) {
-    const auto tile = work.at(t);
+    const auto next = work.at(min(t + work.step, work.tiles - 1));  // read while this one is loaded
     const int row = work.row(tile, rank), k_tiles = work.depth(tile);
     for (int kt = 0; kt < k_tiles; ++kt) {
       mbar_wait(full + (STAGES + stage) * 8, phase);
@@ -57,6 +59,7 @@ __device__ __forceinline__ void produce(const Work& work, u32 base, u32 full, u3
       load(base + stage * STAGE_BYTES, full + stage * 8, row, tile, kt);
       if (++stage == STAGES) { stage = 0; phase ^= 1; }
     }
+    tile = next;
   }
 }
 

@@ -317,7 +317,7 @@ def _skewed(rows: int, groups: int) -> Tensor:
     shares = 1 / torch.arange(1.0, groups + 1, device="cpu")
     sizes = (shares / shares.sum() * (rows - 5)).int()
     sizes[1::5] = 0
-    order = torch.randperm(groups, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(groups, generator=torch.Generator().manual_seed(0), device="cpu")
     return sizes[order].cuda()
 
 

@@ -11,9 +11,9 @@ from fastlinear.kernels.cuda.hopper import BK
 ROWS = 128
 """Of a tile: those of the groups' table, TILE_ROWS of ``ragged.h``."""
 CANDIDATES: tuple[tuple[Config, float], ...] = (
-    (Config(ROWS, 192, 4, cluster=1, out_bufs=3), 0.995),
-    (Config(ROWS, 128, 6, cluster=1, out_bufs=2), 0.96),
-    (Config(ROWS, 64, 8, cluster=1), 0.72),
+    (Config(ROWS, 192, 4, cluster=1, out_bufs=3, group_m=16), 0.995),
+    (Config(ROWS, 128, 6, cluster=1, out_bufs=2, group_m=16), 0.96),
+    (Config(ROWS, 64, 8, cluster=1, group_m=16), 0.72),
 )
 """Tiles with their relative rates: those that ``linear_act`` reaches on an H200 with such tiles
 (``families/linear/cuda/gemm_config.py``); nobody has timed these kernels."""

@@ -40,25 +40,28 @@ struct Parts {
   static constexpr bool kAlike = false;
   const Params& p;
   int first, step, tiles;
-  int owned;    // RAGGED 1: tiles of rows that belong to a group
   int counted;  // RAGGED 2: of the block's tiles, those whose k-tiles `passed` counts
   u32 passed;
 
   __device__ __forceinline__ explicit Parts(const Params& p)
-      : p(p), first(blockIdx.x), step(gridDim.x), owned(0), counted(0), passed(0) {
+      : p(p), first(blockIdx.x), step(gridDim.x), counted(0), passed(0) {
     const Ragged& groups = p.groups;
-    if (OF_ROWS) owned = groups.tiles()[groups.groups];
     tiles = (OF_ROWS ? *groups.count() : groups.groups * p.tiles_m) * p.tiles_n;
   }
 
   __device__ __forceinline__ Part at(int t) const {
     const Ragged& groups = p.groups;
     if constexpr (OF_ROWS) {
-      const int rest = t - owned * p.tiles_n;  // tiles without products come last
-      const Tile tile = rest < 0 ? tile_at(t, owned, p.tiles_n)
-                                 : Tile{owned + rest / p.tiles_n, rest % p.tiles_n};
-      const Lines lines = groups.of_tiles()[tile.m];
-      return {tile.m, tile.n, lines.group, lines.first, lines.first + lines.rows};
+      // Columns of a band of row-tiles, at most GROUP_M, all of one group: its weight is read once a band.
+      const int near = t / p.tiles_n;  // a row-tile of the same band
+      const Lines lines = groups.of_tiles()[near];
+      const int end = lines.first + lines.rows;
+      if (lines.group < 0) return {near, t - near * p.tiles_n, -1, lines.first, end};
+      const int start = groups.tiles()[lines.group], count = groups.tiles()[lines.group + 1] - start;
+      const int bands = (count + GROUP_M - 1) / GROUP_M, most = (count + bands - 1) / bands;
+      const int band = start + (near - start) / most * most, rows = min(most, start + count - band);
+      const int rest = t - band * p.tiles_n, m = band + rest % rows;
+      return {m, rest / rows, lines.group, lines.first + (m - near) * BM, end};
     } else {
       // Groups of many rows come first, so that no block ends with one of them.
       const int each = p.tiles_m * p.tiles_n, place = t / each, group = groups.order()[place];
