@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastlinear.core.errors import NotYetError
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.tune import tune
@@ -18,27 +19,36 @@ from fastlinear.families.linear import reference
 from fastlinear.families.linear.problem import problem
 
 
-@pytest.mark.parametrize("name", ["broken", "eager"])
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("broken", OSError("no such kernel")),
+        ("eager", OSError("no such kernel")),
+        ("broken", NotYetError()),  # without it, no decision is to stand
+    ],
+)
 def test_a_backend_that_raises_is_rejected_with_its_words(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> Any:
-        raise OSError("no such kernel")
+        raise error
 
     fake = types.ModuleType("fastlinear_broken")
     fake.forward = broken  # type: ignore[attr-defined]
     fake.reference = reference.forward  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fastlinear_broken", fake)
-    targets = {"broken": "fastlinear_broken:reference", "eager": "fastlinear_broken:reference"}
-    targets[name] = "fastlinear_broken:forward"
+    own = f"fastlinear_{name}_{type(error).__name__}"  # what was loaded is remembered
+    monkeypatch.setitem(sys.modules, own, fake)
+    targets = {"broken": f"{own}:reference", "eager": f"{own}:reference"}
+    targets[name] = f"{own}:forward"
     backends = tuple(
         registry.Backend("linear_act", "forward", n, t, lambda _: None) for n, t in targets.items()
     )
     fam = replace(registry.family("linear_act"), backends=backends)
     monkeypatch.setitem(registry._FAMILIES, "linear_act", fam)
     p = problem("forward", 4, 8, 8, dtype="float32", device="cpu", precision="highest")
-    if name == "eager":  # without PyTorch's own path there is nothing to compare with
-        with pytest.raises(OSError, match="no such kernel"):
+    # without PyTorch's own path there is nothing to compare with
+    if name == "eager" or isinstance(error, NotYetError):
+        with pytest.raises(type(error)):
             tune(p, rounds=5, save=False)
         return
     tuned = tune(p, rounds=5, save=False)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fastlinear as fl
+from fastlinear.core.errors import NotYetError
 from fastlinear.core.problem import Problem
 from fastlinear.core.progress import silent
 from fastlinear.fastpath import lookup
@@ -112,6 +113,25 @@ def test_chains_whose_calls_wait_for_the_compiler_are_left_when_there_is_no_time
     assert any("not measured: the compiled lookup was not there yet" in n for n in notes)
 
 
+@pytest.mark.parametrize(
+    ("after", "outcome"), [(50.0, ("kept", "faster")), (200.0, ("undecided", "no_time"))]
+)
+def test_a_layer_is_slower_only_by_its_compiled_lookup(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, after: float, outcome: tuple[str, str]
+) -> None:
+    """A gain without it is one with it; else the layer is timed again once it is there."""
+    clock({"after": after})
+    monkeypatch.setattr(lookup, "_build", never_there())
+    monkeypatch.setattr(lookup, "is_compiling", lambda: True)
+    forced = {"linear_act": "onednn"}
+    config = fl.Config(time_budget_s=2, tune=False, backends=forced, families=("linear_act",))
+    result = fl.optimize_(nn.Sequential(nn.Linear(16, 32)).eval(), torch.ones(4, 16), config=config)
+    (site,) = result.sites
+    assert (site.status, site.code) == outcome, site.reason
+    if site.status == "undecided":
+        assert "the compiled lookup was not there yet" in site.reason
+
+
 @pytest.mark.usefixtures("fast")
 def test_builds_are_waited_for_as_long_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
     waited_s: list[float] = []
@@ -169,9 +189,9 @@ def test_patience_is_for_all_waits_together() -> None:
     never = never_there()
     with lookup.patience(0.02):
         assert not waited(never, 0.001)  # the caller's own limit is the shorter one
-        with pytest.raises(lookup.NotYetError):
+        with pytest.raises(NotYetError):
             waited(never, None)
-        with pytest.raises(lookup.NotYetError):
+        with pytest.raises(NotYetError):
             waited(never, 60.0)
     assert not waited(never, 0.0)
     never.done.set()

@@ -84,6 +84,10 @@ class CacheWarning(UserWarning):
     """The tuned cache could not be read or written; selection goes on without it."""
 
 
+class NotYetError(Exception):
+    """A library is still being compiled, and the patience that was allowed is at its end."""
+
+
 FOREIGN_ERRORS = (
     RuntimeError,
     TypeError,

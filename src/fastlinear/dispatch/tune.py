@@ -16,6 +16,7 @@ import torch
 
 from fastlinear.core.compare import DRAWS, Verdict, judge, over_draws
 from fastlinear.core.device import device_facts
+from fastlinear.core.errors import NotYetError
 from fastlinear.core.interrupts import restored
 from fastlinear.core.problem import Problem
 from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
@@ -146,6 +147,8 @@ def _faults(
     def judged(backend: Backend, inputs: tuple[Any, ...], expected: Expected) -> Any:
         try:
             return verify(backend, problem, inputs, expected)
+        except NotYetError:
+            raise  # it will serve: without it, no decision is to stand
         except Exception as error:
             if backend.name == BASELINE:
                 raise

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.core.errors import InputError, NotYetError, UnsupportedError
 from fastlinear.core.interrupts import whole
 from fastlinear.fastpath import library as fastpath_library
 from fastlinear.native.compiler import Compiler
@@ -115,10 +115,6 @@ class Build:
         return self.started and not self.done.is_set()
 
 
-class NotYetError(Exception):
-    """A library is still being compiled, and the patience that was allowed is at its end."""
-
-
 _until: ContextVar[float | None] = ContextVar("until", default=None)
 
 
@@ -144,6 +140,11 @@ def waited(build: Build, timeout: float | None) -> bool:
         if not build.done.wait(timeout if shorter else left) and not shorter:
             raise NotYetError
     return build.loaded is not None
+
+
+def is_compiling() -> bool:
+    """Whether this process is compiling one by now."""
+    return any(build.under_way for build in _compiling)
 
 
 def settle(timeout: float) -> None:

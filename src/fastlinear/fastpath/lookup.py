@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from fastlinear.fastpath import library
 from fastlinear.fastpath.build import Build, after_fork, waited
-from fastlinear.fastpath.build import NotYetError as NotYetError
+from fastlinear.fastpath.build import is_compiling as is_compiling
 from fastlinear.fastpath.build import patience as patience
 from fastlinear.fastpath.build import settle as _settle
 

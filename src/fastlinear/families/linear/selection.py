@@ -68,7 +68,9 @@ def tuning_order(p: Problem) -> tuple[Problem, ...]:
     if not p.needs_grad:
         return (p,)
     whole = (posed.WHOLE_BACKWARD,) if whole_is_measured(p) else ()
-    return tuple(p.with_piece(piece) for piece in (*posed.PIECES, *whole, posed.STEP))
+    plain = p.option("activation") == "none" and p.option("bias") == "no"
+    pieces = [q for q in posed.PIECES if not (plain and q == "grad_pre")]  # dpre is dy itself
+    return tuple(p.with_piece(piece) for piece in (*pieces, *whole, posed.STEP))
 
 
 def whole_is_measured(p: Problem) -> bool:

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.errors import NotYetError, UnsupportedError
 from fastlinear.core.timing import Ratio, Samples, paired_ratio
 from fastlinear.dispatch.tune import BASELINE
 from fastlinear.fastpath import lookup
 from fastlinear.rewrite.evaluate import measure, site
 from fastlinear.rewrite.evaluate.findings import a_call, match
-from fastlinear.rewrite.evaluate.not_measured import NO_TIME, budget_spent
+from fastlinear.rewrite.evaluate.not_measured import NO_TIME, NOT_COMPILED, budget_spent
 from fastlinear.rewrite.evaluate.of_the_step import on_the_step
 from fastlinear.rewrite.evaluate.out_of_memory import code_of
 from fastlinear.rewrite.finding import in_words
@@ -216,8 +216,8 @@ def _measure(
             share = work.budget.share(4 * left, 2.0)
             with lookup.patience(work.budget.left_s):
                 return site.times(chain, runs, work.runner.device, share)
-    except lookup.NotYetError:
-        why = f"the compiled lookup was not there yet, and {budget_spent(work)}"
+    except NotYetError:
+        why = f"{NOT_COMPILED}, and {budget_spent(work)}"
         code, why = NO_TIME, f"not measured: {why}"
     except UnsupportedError as error:
         code, why = "cannot_serve", str(error)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fastlinear.core import memory
+from fastlinear.core.errors import NotYetError
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress
@@ -145,7 +146,7 @@ def tune_all(
         try:
             with lookup.patience(max(0.0, left)):
                 done[problem] = tuning.tune(problem, device=device, budget_s=share, seed=seed)
-        except lookup.NotYetError:
+        except NotYetError:
             budget.untuned += 1
             budget.compiling = True
         except Exception as error:

@@ -8,6 +8,7 @@ from fastlinear.rewrite.work import UNDECIDED, Work
 
 NO_TIME = "no_time"
 """The code of what the budget did not reach."""
+NOT_COMPILED = "the compiled lookup was not there yet"
 _NAMED = 5  # layers that a note calls by name
 _NOTED_S = 1.0  # of compilation
 
@@ -22,7 +23,7 @@ def note_time(work: Work) -> None:
     """Say what the time budget did not reach, and what of it went into the first compilation."""
     missed = []
     if work.budget.untuned:
-        why = " (the compiled lookup was not there yet)" if work.budget.compiling else ""
+        why = f" ({NOT_COMPILED})" if work.budget.compiling else ""
         missed.append(f"{work.budget.untuned} problems were not tuned{why}")
     if work.budget.no_memory:
         work.notes.append(

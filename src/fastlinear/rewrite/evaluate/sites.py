@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.errors import NotYetError, UnsupportedError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import families
 from fastlinear.dispatch.tune import BASELINE
+from fastlinear.fastpath import lookup
 from fastlinear.rewrite.evaluate import activations_left, measure, site
 from fastlinear.rewrite.evaluate.chains import choose_chains, fail_forced
-from fastlinear.rewrite.evaluate.not_measured import NO_TIME, budget_spent
+from fastlinear.rewrite.evaluate.not_measured import NO_TIME, NOT_COMPILED, budget_spent
 from fastlinear.rewrite.evaluate.out_of_memory import code_of
 from fastlinear.rewrite.finding import in_words
 from fastlinear.rewrite.match.candidate import Candidate
@@ -121,8 +122,13 @@ def _measure_sites(work: Work, candidates: list[Candidate]) -> list[Candidate]:
             continue
         share = work.budget.share(2 * (len(groups) - i), 2.0)
         try:
-            with work.budget:
+            with work.budget, lookup.patience(work.budget.left_s):
                 pair, passes = site.pair(members[0], work.runner.device, share)
+        except NotYetError:
+            for c in members:
+                text = f"Not measured: {NOT_COMPILED}, and {budget_spent(work)}."
+                work.settle(c.fqn, UNDECIDED, NO_TIME, text)
+            continue
         except Exception as error:  # noqa: BLE001  as above: out of memory, say
             for c in members:
                 text = f"the rewrite raises {type(error).__name__}: {error}"
