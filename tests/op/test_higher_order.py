@@ -106,7 +106,7 @@ def worth(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """All passes and products are taken, whatever their sizes; how often each was."""
     counts: dict[str, int] = {}
     monkeypatch.setattr(higher_order, "passes_pay", lambda *_: True)
-    monkeypatch.setattr(higher_order, "_node_us", lambda _: float("-inf"))
+    monkeypatch.setattr(higher_order, "_with_host", lambda *_: float("-inf"))
     higher_order._chosen.cache_clear()
     for function in (differentiable._GradPre, differentiable._Second, higher_order._Product):
         for way in ("forward", "backward"):
@@ -262,10 +262,12 @@ def test_gradients_of_any_kind(how: str, made: Any, worth: dict[str, int]) -> No
 
 def test_small_layers_are_left_to_pytorch() -> None:
     pay = higher_order.passes_pay
-    assert not pay(8, 8, "tanh", torch.float32, "cpu")
-    assert pay(100_000, 128, "tanh", torch.float32, "cpu")
-    assert not pay(100_000, 128, "none", torch.float32, "cpu")
-    assert not pay(100_000, 128, "tanh", torch.float32, "meta")
+    small, large = torch.empty(8, 8), torch.empty(100_000, 128)
+    assert not pay(small, "tanh")
+    assert pay(large, "tanh")
+    assert not pay(large, "none")
+    assert not pay(large.to("meta"), "tanh")
+    assert not pay(large.double(), "tanh")
     assert set(ACTIVATIONS) > SMOOTH
 
 

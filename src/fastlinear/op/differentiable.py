@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,18 @@ from fastlinear.dispatch.backend import is_installed
 from fastlinear.fastpath import autograd_node
 
 Derivative = Callable[[Tensor, Tensor], Tensor]
-Product = Callable[[str, Tensor, Tensor], Tensor]
+
+
+class Multiply(NamedTuple):
+    """What a layer's gradients are computed by, differentiable.
+
+    Attributes:
+        product: (piece of linear_act, its operands) → it; see :func:`by_torch`.
+        bias_gradient: dpre (M, N) → its column sums (N,).
+    """
+
+    product: Callable[[str, Tensor, Tensor], Tensor]
+    bias_gradient: Callable[[Tensor], Tensor]
 
 
 def gradients(
@@ -185,7 +196,7 @@ def known_layer(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    product: Product | None = None,
+    multiply: Multiply | None = None,
 ) -> Tensor:
     """A linear layer of which is known what its backward reads, so that nothing is computed.
 
@@ -195,13 +206,13 @@ def known_layer(
         known: (M, N): the pre-activation, or the output, whose ``derivative`` is given:
             (dy, output) → the gradient of the pre-activation.
         x, weight, bias: (M, K), (N, K) and (N,) or None.
-        product: of the backward: (piece of linear_act, its operands) → it; None for PyTorch's.
+        multiply: the backward's; None for PyTorch's.
     """
     result: Tensor
-    if product is None and autograd_node.begun():
+    if multiply is None and autograd_node.begun():
         result = autograd_node.known_layer(known, derivative, x, weight, bias)
     else:
-        result = _apply(_KnownLayer, known, derivative, x, weight, bias, product or by_torch)
+        result = _apply(_KnownLayer, known, derivative, x, weight, bias, multiply or BY_TORCH)
     return result
 
 
@@ -209,6 +220,9 @@ def by_torch(piece: str, a: Tensor, b: Tensor) -> Tensor:
     """A layer's product by PyTorch: a bᵀ of ``"forward"``, a b of ``"grad_input"``, aᵀ b of
     ``"grad_weight"``."""
     return (a.t() if piece == "grad_weight" else a) @ (b.t() if piece == "forward" else b)
+
+
+BY_TORCH = Multiply(by_torch, lambda dpre: dpre.sum(0))
 
 
 class _KnownLayer(torch.autograd.Function):
@@ -222,11 +236,11 @@ class _KnownLayer(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        product: Product,
+        multiply: Multiply,
     ) -> Tensor:
         """``known``, as a tensor of its own."""
         gave = known.view_as(known)
-        ctx.derivative, ctx.product = derivative, product
+        ctx.derivative, ctx.multiply = derivative, multiply
         ctx.save_for_backward(x, weight, None if derivative is None else gave)
         return gave
 
@@ -236,6 +250,7 @@ class _KnownLayer(torch.autograd.Function):
         x, weight, gave = ctx.saved_tensors
         dpre = dy if gave is None else ctx.derivative(dy, gave)
         need_x, need_weight, need_bias = calls.wanted(ctx)[2:5]
-        dx = ctx.product("grad_input", dpre, weight) if need_x else None
-        dw = ctx.product("grad_weight", dpre, x) if need_weight else None
-        return None, None, dx, dw, dpre.sum(0) if need_bias else None, None
+        product, bias_gradient = ctx.multiply
+        dx = product("grad_input", dpre, weight) if need_x else None
+        dw = product("grad_weight", dpre, x) if need_weight else None
+        return None, None, dx, dw, bias_gradient(dpre) if need_bias else None, None

@@ -222,9 +222,10 @@ def _differentiable_grad_pre(
         return reference.grad_pre(dy, saved, activation, need_bias_grad)
     from fastlinear.families.linear import higher_order  # few calls come here
 
-    fused = higher_order.passes_pay(*dy.shape, activation, dy.dtype, dy.device.type)
+    fused = higher_order.passes_pay(dy, activation)
     dpre = differentiable.grad_pre(act, dy, saved, fused=fused)
-    return dpre, dpre.sum(0) if need_bias_grad else None
+    sums = higher_order.bias_gradient if fused else differentiable.BY_TORCH.bias_gradient
+    return dpre, sums(dpre) if need_bias_grad else None
 
 
 def _product(piece: str, a: Tensor, b: Tensor) -> Tensor:

@@ -19,39 +19,57 @@ from fastlinear.core import calls
 from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
-from fastlinear.dispatch.backend import family
+from fastlinear.dispatch.backend import family, is_installed
 from fastlinear.dispatch.prices import prices
 from fastlinear.dispatch.select import BASELINE, predictions, select
 from fastlinear.dispatch.work import ANY, HOST, dtype_of, host
 from fastlinear.families.linear import problem as posed
 from fastlinear.families.linear.selection import problem_of
-from fastlinear.op.differentiable import by_torch, in_memory
+from fastlinear.op.differentiable import Multiply, by_torch, in_memory
 
 _Run = Callable[[Tensor, Tensor], Tensor]
+_PASSES = 3  # of PyTorch's, at least, that one of ours stands for
+_OPERANDS = 2  # times as many as one of PyTorch's reads and writes, at most
+_NODE = "autograd"  # the price of a node in Python
+
+
+def passes_pay(t: Tensor, activation: str) -> bool:
+    """Whether derivatives of an activation on such (M, N) take less by our passes than by PyTorch's
+    ops: one of ours stands for three at least, and its node is in Python."""
+    if t.dtype not in DTYPE_NAMES or t.device.type not in ("cpu", "cuda") or not t.numel():
+        return False
+    return _passes_pay(*t.shape, activation, t.dtype, t.device.type, calls.is_captured(t))
 
 
 @lru_cache(maxsize=1024)
-def passes_pay(m: int, n: int, activation: str, dtype: torch.dtype, device: str) -> bool:
-    """Whether one of PyTorch's passes over (m, n) takes longer than a node in Python: ours save
-    two or more of them for each node that they add."""
-    known = prices(device) if device in ("cpu", "cuda") else None
-    if known is None or not m or not n:
-        return False
-    name = DTYPE_NAMES[dtype]
+def _passes_pay(
+    m: int, n: int, activation: str, dtype: torch.dtype, device: str, captured: bool
+) -> bool:
     p = posed.problem(
-        *("grad_pre", m, 1, n), dtype=name, device=device, activation=activation, bias=False
+        *("grad_pre", m, 1, n),
+        dtype=DTYPE_NAMES[dtype],
+        device=device,
+        activation=activation,
+        bias=False,
+        captured=captured,
     )
-    works = family(posed.NAME).work_of(p, BASELINE) or ()
-    a_pass = known.predict([w for w in works if not w.kind.endswith(HOST)], dtype_of(p))
-    return a_pass is not None and a_pass.us > _node_us(p)
+    known, works = prices(device), family(posed.NAME).work_of(p, BASELINE) or ()
+    of_device = [w for w in works if not w.kind.endswith(HOST)]
+    a_pass = None if known is None else known.predict(of_device, dtype_of(p))
+    if a_pass is None or not a_pass.us:
+        return False
+    theirs = _with_host(p, a_pass.us, "eager op") if device == "cuda" else a_pass.us
+    return _with_host(p, _OPERANDS * a_pass.us, _NODE) < _PASSES * theirs
 
 
-def _node_us(p: Problem) -> float:
-    """What the host pays for a node in Python."""
-    known = prices(p.device)
-    dtype = ANY if p.device == "cuda" else p.dtype
-    told = known.predict((host(f"{posed.NAME} autograd"),), dtype) if known is not None else None
-    return float("inf") if told is None else told.us
+def _with_host(p: Problem, us: float, what: str) -> float:
+    """What takes ``us`` with what the host pays: a GPU computes meanwhile, and replays without."""
+    if p.captured:
+        return us
+    known, dtype = prices(p.device), ANY if p.device == "cuda" else p.dtype
+    told = None if known is None else known.predict((host(f"{posed.NAME} {what}"),), dtype)
+    by_host = float("inf") if told is None else told.us
+    return max(us, by_host) if p.device == "cuda" else us + by_host
 
 
 def product(piece: str, a: Tensor, b: Tensor) -> Tensor:
@@ -100,7 +118,7 @@ def _chosen(
     told = predictions(p, able)
     if chosen.backend.name == BASELINE or not {BASELINE, chosen.backend.name} <= told.keys():
         return None
-    if told[BASELINE].us - told[chosen.backend.name].us <= _node_us(p):
+    if _with_host(p, told[chosen.backend.name].us, _NODE) >= told[BASELINE].us:
         return None
     run = chosen.load()
     if piece == "forward":
@@ -108,8 +126,24 @@ def _chosen(
     return run
 
 
-cache.on_change(passes_pay.cache_clear)
+cache.on_change(_passes_pay.cache_clear)
 cache.on_change(_chosen.cache_clear)
+
+
+def bias_gradient(dpre: Tensor) -> Tensor:
+    """Column sums of dpre (M, N), differentiable; where no graph of them is wanted, by a pass of
+    ours on a GPU."""
+    plain = dpre.is_cuda and not torch.is_grad_enabled() and dpre.numel() and in_memory(dpre)
+    if not plain or dpre.dtype not in DTYPE_NAMES or not is_installed("triton"):
+        return dpre.sum(0)
+    from fastlinear.families.linear.triton import backend
+
+    db = backend.grad_pre(dpre, None, "none", True)[1]
+    assert db is not None
+    return db
+
+
+OURS = Multiply(product, bias_gradient)
 
 
 class _Product(torch.autograd.Function):

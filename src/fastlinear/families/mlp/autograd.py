@@ -114,12 +114,10 @@ class Formula:
                 fused.append(False)
                 break
             rows = known.detach().reshape(len(h), len(weight))
-            fused.append(
-                higher_order.passes_pay(*rows.shape, act.name, rows.dtype, rows.device.type)
-            )
+            fused.append(higher_order.passes_pay(rows, act.name))
             graded = partial(differentiable.grad_pre, act, fused=fused[-1])
             derivative = graded if act.saved == "output" else None
-            multiply = higher_order.product if fused[-1] else None
+            multiply = higher_order.OURS if fused[-1] else None
             gave.append(differentiable.known_layer(rows, derivative, h, weight, bias, multiply))
             h = gave[-1]
             if act.saved == "pre":
@@ -131,10 +129,10 @@ class Formula:
         first = reference.first_needed((needs[0], need_ws, need_bs))
         for i in reversed(range(first, self.layers)):
             dpre = differentiable.grad_pre(acts[i], dh, gave[i], fused=fused[i])
-            multiply = higher_order.product if fused[i] else differentiable.by_torch
-            dws[i] = multiply("grad_weight", dpre, entering[i]) if need_ws[i] else None
-            dbs[i] = dpre.sum(0) if need_bs[i] else None
-            dh = multiply("grad_input", dpre, weights[i]) if i > first or needs[0] else dh
+            product, bias_gradient = higher_order.OURS if fused[i] else differentiable.BY_TORCH
+            dws[i] = product("grad_weight", dpre, entering[i]) if need_ws[i] else None
+            dbs[i] = bias_gradient(dpre) if need_bs[i] else None
+            dh = product("grad_input", dpre, weights[i]) if i > first or needs[0] else dh
         dx = dh.reshape(x.shape) if needs[0] else None
         return (dx, *dws, *dbs)[: len(tensors)]
 
