@@ -106,7 +106,7 @@ def worth(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """All passes and products are taken, whatever their sizes; how often each was."""
     counts: dict[str, int] = {}
     monkeypatch.setattr(higher_order, "passes_pay", lambda *_: True)
-    monkeypatch.setattr(higher_order, "_with_host", lambda *_: float("-inf"))
+    monkeypatch.setattr(higher_order, "_with_nodes", lambda *_: float("-inf"))
     higher_order._chosen.cache_clear()
     for function in (differentiable._GradPre, differentiable._Second, higher_order._Product):
         for way in ("forward", "backward"):

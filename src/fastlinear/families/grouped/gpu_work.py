@@ -25,16 +25,27 @@ from fastlinear.dispatch.roofline import (
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, call, flags_of, host
 from fastlinear.families.grouped.problem import NAME, PIECES, STEP, inner_order, padded_size
+from fastlinear.families.grouped.ragged.cuda import config as ragged_tiles
 from fastlinear.families.grouped.triton import config
 from fastlinear.families.grouped.unequal.cuda import config as unequal
 from fastlinear.families.linear import gpu_work as linear
 from fastlinear.families.linear.cuda import planes
 from fastlinear.fastpath.autograd_node import node_work
+from fastlinear.kernels.cuda.hopper import BK
 
 _LIBRARY = ("eager", "baddbmm", "loop", "conv")
 _TRITON = ("triton", "together")
 _ONE_PASS_SHARE, _TILE_US = 0.5, 0.3  # of the rate of products; of a tile, besides
-_KNOWN = (*_LIBRARY, *_TRITON, "weight_stationary", "packed_groups", "wide", "padded", "planes")
+_KNOWN = (
+    *_LIBRARY,
+    *_TRITON,
+    "weight_stationary",
+    "packed_groups",
+    "wide",
+    "padded",
+    "planes",
+    "cuda",
+)
 
 
 def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
@@ -46,12 +57,13 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
         return (*hosts(p, backend, made), *made) if backend == "eager" else None
     if backend not in _KNOWN:
         return None
+    pieces = PIECES if p.piece == STEP else (p.piece,)
     sliced = p.family == "ragged_linear" and backend == "eager"
     if backend == "padded":
         made = _padded(p)
-    elif backend == "planes":
-        pieces = PIECES if p.piece == STEP else (p.piece,)
-        made = tuple(w for piece in pieces for w in _planes(p, piece))
+    elif backend in ("planes", "cuda"):
+        own = _planes if backend == "planes" else _cuda
+        made = tuple(w for piece in pieces for w in own(p, piece))
     else:
         made = _one_by_one(p) if sliced else _device(p, backend)
     if p.piece == STEP and backend != "eager":
@@ -118,6 +130,41 @@ def _planes(p: Problem, piece: str) -> tuple[Work, ...]:
     splits = split(*weight, not weight_turned), split(m, k, True)
     launches = 3 + ragged + (p.option("bias") == "yes")
     return call(own, launches), dpre, *splits, *whole(m, n, k), *product(n, m, k)
+
+
+def _cuda(p: Problem, piece: str) -> tuple[Work, ...]:
+    """The products of ragged groups by CUDA C++ in 16 bits, and Triton's passes beside them."""
+    groups, m, k, n = (max(1, p.dim(name)) for name in ("G", "M", "K", "N"))
+    served, activation, chip = min(groups, m), p.option("activation"), units()
+    name = f"{p.family} cuda"
+    column_us = 2 * ragged_tiles.ROWS * BK / flops_per_us(p)
+
+    def product(kind: str, tiled: ragged_tiles.Tiled, wide: int) -> Work:
+        moved = bytes_us(p, m * (k + n) + served * k * n)
+        us = ((tiled.time * column_us) ** 2 + moved**2) ** 0.5
+        sizes = {"m": ceil(m / served), "k": k, "n": n, "mkn": m * k * n, "groups": served}
+        return Work(f"{name} {kind}", us, sizes, (f"tile:{tiled.config.bn}", *rows_at(p, wide)))
+
+    def swept(kind: str, times: int) -> tuple[Work, ...]:
+        us = bytes_us(p, times * m * n)
+        return call(f"{name} {kind}"), Work(f"{name} {kind}", us, {"numbers": m * n, "n": n})
+
+    if piece == "forward":
+        kept = p.needs_grad and activation != "none"
+        us = bytes_us(p, m * n * (1 + kept))
+        how = ("kept",) * kept + flags_of(p, "bias")
+        written = Work(f"{name} results", us, {"numbers": m * n}, how, (activation,))
+        return (
+            call(name, 2),
+            product("product", ragged_tiles.rows_tiles(m, groups, n, k, chip), n),
+            written,
+        )
+    more = swept("derivative", 3) if activation != "none" else ()
+    if p.option("bias") == "yes":
+        more += swept("sums", 1)
+    dx = product("dx", ragged_tiles.rows_tiles(m, groups, k, n, chip), k)
+    dw = product("dw", ragged_tiles.depth_tiles(m, groups, n, k, chip), k)
+    return call(name, 3), *more, dx, dw
 
 
 def _alone(p: Problem, backend: str) -> bool:

@@ -30,7 +30,7 @@ from fastlinear.op.differentiable import Multiply, by_torch, in_memory
 _Run = Callable[[Tensor, Tensor], Tensor]
 _PASSES = 3  # of PyTorch's, at least, that one of ours stands for
 _OPERANDS = 2  # times as many as one of PyTorch's reads and writes, at most
-_NODE = "autograd"  # the price of a node in Python
+_LAUNCHED = 2  # nodes' worth of Python, with a product's launches on a GPU
 
 
 def passes_pay(t: Tensor, activation: str) -> bool:
@@ -58,18 +58,19 @@ def _passes_pay(
     a_pass = None if known is None else known.predict(of_device, dtype_of(p))
     if a_pass is None or not a_pass.us:
         return False
-    theirs = _with_host(p, a_pass.us, "eager op") if device == "cuda" else a_pass.us
-    return _with_host(p, _OPERANDS * a_pass.us, _NODE) < _PASSES * theirs
+    return _with_nodes(p, _OPERANDS * a_pass.us, 1) < _PASSES * a_pass.us
 
 
-def _with_host(p: Problem, us: float, what: str) -> float:
-    """What takes ``us`` with what the host pays: a GPU computes meanwhile, and replays without."""
+def _with_nodes(p: Problem, us: float, nodes: int) -> float:
+    """What takes ``us`` with what the host pays for nodes in Python: a GPU computes meanwhile, and
+    replays without."""
     if p.captured:
         return us
-    known, dtype = prices(p.device), ANY if p.device == "cuda" else p.dtype
-    told = None if known is None else known.predict((host(f"{posed.NAME} {what}"),), dtype)
+    cuda, kind = p.device == "cuda", "node" if p.device == "cuda" else "autograd"
+    known, own = prices(p.device), (host(f"{posed.NAME} {kind}", nodes),)
+    told = None if known is None else known.predict(own, ANY if cuda else p.dtype)
     by_host = float("inf") if told is None else told.us
-    return max(us, by_host) if p.device == "cuda" else us + by_host
+    return max(us, by_host) if cuda else us + by_host
 
 
 def product(piece: str, a: Tensor, b: Tensor) -> Tensor:
@@ -118,7 +119,8 @@ def _chosen(
     told = predictions(p, able)
     if chosen.backend.name == BASELINE or not {BASELINE, chosen.backend.name} <= told.keys():
         return None
-    if _with_host(p, told[chosen.backend.name].us, _NODE) >= told[BASELINE].us:
+    nodes = _LAUNCHED if device == "cuda" else 1
+    if _with_nodes(p, told[chosen.backend.name].us, nodes) >= told[BASELINE].us:
         return None
     run = chosen.load()
     if piece == "forward":

@@ -8,6 +8,19 @@ struct __align__(16) Lines {
   int first, rows, group, planes;  // rows: from the first to the group's last
 };
 
+// The last group that begins at that place or before it, of groups that are not empty. ``first``: of each,
+// and behind the last, in so many places.
+template <class Numbers>
+__device__ __forceinline__ int group_at(const Numbers& first, int groups, int place, int each = 1) {
+  int low = 0, high = groups;  // first[low] * each <= place < first[high] * each
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (first[middle] * each <= place) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
 // Groups of rows, in a table. Tiles of 128 rows cover each group, and then the rows behind the last. Where
 // rows are copied, as planes are, the copies of each group begin at a multiple of 64 rows.
 struct Ragged {

@@ -30,17 +30,6 @@ __device__ __forceinline__ long long sum_up_to(long long (&all)[THREADS], long l
   return all[at];
 }
 
-// The last group that begins there or before, of groups that are not empty.
-__device__ __forceinline__ int group_at(const int* first, int groups, int place) {
-  int low = 0, high = groups;  // first[low] <= place < first[high]
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (first[middle] <= place) low = middle;
-    else high = middle;
-  }
-  return low;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) ragged_table(const __grid_constant__ Params p) {
   __shared__ long long all[THREADS];
   wait_for_previous();

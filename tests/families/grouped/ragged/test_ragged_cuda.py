@@ -23,8 +23,8 @@ from fastlinear.families.grouped.ragged.cuda import backend, product
 from fastlinear.families.grouped.ragged.cuda.config import (
     CANDIDATES,
     Config,
-    depth_config,
-    rows_config,
+    depth_tiles,
+    rows_tiles,
 )
 from fastlinear.families.grouped.ragged.problem import problem
 from fastlinear.families.linear import reference
@@ -46,8 +46,10 @@ SIZES = [
     ([0, 0, 300, 0], 300, 200, 72),
     ([1, 2, 3, 1, 17, 15, 16], 60, 648, 24),
     ([700, 3, 1, 0, 20], 730, 24, 40),
+    ([2200, 9, 2060], 4300, 8, 136),  # groups of more row-tiles than a band
     ([33], 70, 40, 520),
     ([0, 0], 130, 8, 8),
+    ([1, *[0] * 1090, 3, 0, 130], 140, 8, 16),  # more groups than shared memory keeps
 ]
 
 
@@ -264,9 +266,9 @@ def test_tiles_follow_the_sizes() -> None:
         (512, 8, 512, 512): 64,
     }
     for (rows, groups, n, k), bn in widths.items():
-        assert rows_config(rows, groups, n, k, 132).bn == bn
-    assert depth_config(8192, 8, 4096, 4096, 132).bn == 192
-    assert depth_config(4096, 8, 256, 256, 132).bn == 64
+        assert rows_tiles(rows, groups, n, k, 132).config.bn == bn
+    assert depth_tiles(8192, 8, 4096, 4096, 132).config.bn == 192
+    assert depth_tiles(4096, 8, 256, 256, 132).config.bn == 64
 
 
 def _frame(text: str) -> int:
@@ -282,6 +284,8 @@ def test_every_configuration_stays_in_registers(config: Config, dtype: torch.dty
     for b_mn in (False, True):
         assert _frame(product.source(config, dtype, b_mn=b_mn)) == 0
     assert _frame(product.source(config, dtype, of_rows=False)) == 0
+    for of_rows in (False, True):
+        assert _frame(product.source(config, dtype, of_rows=of_rows, groups=5000)) == 0
     for save in (False, True):
         text = product.source(config, dtype, "gelu_tanh", has_bias=True, save_pre=save)
         assert _frame(text) == 0

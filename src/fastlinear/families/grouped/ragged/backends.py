@@ -106,6 +106,5 @@ FAMILY = register_family(
         ),
         space=SPACE,
         make_inputs=_make_inputs,
-        on_request=(BATCH_INVARIANT, "cuda"),  # nobody has timed "cuda"
     )
 )

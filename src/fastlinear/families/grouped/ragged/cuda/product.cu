@@ -13,11 +13,15 @@
 //   RAGGED 2: the last k-tile may hold rows of the next group, infinities and NaN among them. The consumer
 //             clears these rows of both operands before it multiplies.
 //
+// Where groups lie is read before each tile, from shared memory where the groups are few.
+//
 // hopper_gemm.h, hopper_kernel.h, activations/cuda.h, hopper_epilogue.h and ragged.h come before this file.
-// Macros from the host, besides theirs: RAGGED. CLUSTER is 1, PINGPONG 1, DIRECT 0.
+// Macros from the host, besides theirs: RAGGED, and KEPT: groups at most of which shared memory keeps the
+// table, or 0. CLUSTER is 1, PINGPONG 1, DIRECT 0.
 
 constexpr int OUT_OFFSET = STAGES * STAGE_BYTES;
 constexpr int BAR_OFFSET = OUT_OFFSET + 8 * OUT_BUFS * OUT_BYTES;
+constexpr int TABLE_OFFSET = BAR_OFFSET + 2 * STAGES * 8;
 constexpr bool OF_ROWS = RAGGED == 1;
 
 static_assert(BM == TILE_ROWS && CLUSTER == 1 && PINGPONG && !DIRECT, "the tiles");
@@ -36,16 +40,36 @@ struct Params {
 // the group's last.
 struct Part { int m, n, group, first, end; };
 
+// Numbers of the groups' table: as it lies, or a copy in shared memory.
+struct Numbers {
+  const int* table;
+  u32 copy;
+
+  __device__ __forceinline__ int operator[](int i) const {
+    return KEPT ? static_cast<int>(load_shared32(copy + 4 * i)) : table[i];
+  }
+  __device__ __forceinline__ void keep(int count) const {
+    for (int i = threadIdx.x; KEPT && i < count; i += 384) store_shared32(copy + 4 * i, table[i]);
+  }
+};
+
 struct Parts {
   static constexpr bool kAlike = false;
   const Params& p;
+  Numbers places;  // RAGGED 1: of each group, and behind the last, its first tile of rows; RAGGED 2: order
+  Numbers rows;    // of each group, and behind the last, its first row
   int first, step, tiles;
   int counted;  // RAGGED 2: of the block's tiles, those whose k-tiles `passed` counts
   u32 passed;
 
-  __device__ __forceinline__ explicit Parts(const Params& p)
-      : p(p), first(blockIdx.x), step(gridDim.x), counted(0), passed(0) {
+  __device__ __forceinline__ Parts(const Params& p, u32 kept)
+      : p(p), places{OF_ROWS ? p.groups.tiles() : p.groups.order(), kept},
+        rows{p.groups.rows(), kept + 4 * (KEPT + 1)}, first(blockIdx.x), step(gridDim.x), counted(0),
+        passed(0) {
     const Ragged& groups = p.groups;
+    places.keep(groups.groups + OF_ROWS);
+    rows.keep(groups.groups + 1);
+    if (KEPT) __syncthreads();
     tiles = (OF_ROWS ? *groups.count() : groups.groups * p.tiles_m) * p.tiles_n;
   }
 
@@ -53,20 +77,29 @@ struct Parts {
     const Ragged& groups = p.groups;
     if constexpr (OF_ROWS) {
       // Columns of a band of row-tiles, at most GROUP_M, all of one group: its weight is read once a band.
-      const int near = t / p.tiles_n;  // a row-tile of the same band
-      const Lines lines = groups.of_tiles()[near];
-      const int end = lines.first + lines.rows;
-      if (lines.group < 0) return {near, t - near * p.tiles_n, -1, lines.first, end};
-      const int start = groups.tiles()[lines.group], count = groups.tiles()[lines.group + 1] - start;
-      const int bands = (count + GROUP_M - 1) / GROUP_M, most = (count + bands - 1) / bands;
-      const int band = start + (near - start) / most * most, rows = min(most, start + count - band);
-      const int rest = t - band * p.tiles_n, m = band + rest % rows;
-      return {m, rest / rows, lines.group, lines.first + (m - near) * BM, end};
+      const int place = t - places[groups.groups] * p.tiles_n;
+      if (place >= 0) {  // rows of no group
+        const int m = place / p.tiles_n;
+        const Lines lines = groups.of_tiles()[places[groups.groups] + m];
+        return {0, place - m * p.tiles_n, -1, lines.first, lines.first + lines.rows};
+      }
+      const int group = group_at(places, groups.groups, t, p.tiles_n);
+      const int count = places[group + 1] - places[group];
+      int rest = t - places[group] * p.tiles_n, band = 0, most = count;
+      if (count > GROUP_M) {
+        const int bands = (count + GROUP_M - 1) / GROUP_M;
+        most = (count + bands - 1) / bands;
+        band = rest / (most * p.tiles_n) * most;
+        rest -= band * p.tiles_n;
+        most = min(most, count - band);
+      }
+      const int n = rest / most, m = band + rest - n * most;
+      return {m, n, group, rows[group] + m * BM, rows[group + 1]};
     } else {
       // Groups of many rows come first, so that no block ends with one of them.
-      const int each = p.tiles_m * p.tiles_n, place = t / each, group = groups.order()[place];
+      const int each = p.tiles_m * p.tiles_n, place = t / each, group = places[place];
       const Tile tile = tile_at(t - place * each, p.tiles_m, p.tiles_n);
-      return {tile.m, tile.n, group, groups.rows()[group], groups.rows()[group + 1]};
+      return {tile.m, tile.n, group, rows[group], rows[group + 1]};
     }
   }
 
@@ -215,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) ragged_product(const __grid
     prefetch_map(&p.y);
   }
   init_pipeline(full);
-  Parts parts(p);
+  Parts parts(p, base + TABLE_OFFSET);
 
   // A launch of 384 threads gets 168 registers each; 40 + 2 * 232 = 3 * 168 shares them out anew. A
   // larger sum would wait for ever.

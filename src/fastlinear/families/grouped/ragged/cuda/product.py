@@ -12,9 +12,11 @@ from fastlinear.core.device import device_facts
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.families.grouped.ragged.cuda.config import (
     Config,
-    depth_config,
+    depth_tiles,
     invalid,
-    rows_config,
+    kept,
+    rows_tiles,
+    shared_bytes,
 )
 from fastlinear.families.grouped.ragged.layout import with_rows
 from fastlinear.kernels.cuda import compiled
@@ -48,12 +50,14 @@ def source(
     save_pre: bool = False,
     b_mn: bool = False,
     of_rows: bool = True,
+    groups: int = 1,
 ) -> str:
     """The complete CUDA C++ source of one specialisation.
 
     Args:
         b_mn: whether the weight's outputs are its contiguous dimension.
         of_rows: whether groups are of rows of the result; else of the reduction.
+        groups: how many: where few groups lie is kept in shared memory.
     """
     macros = {
         "BM": config.bm,
@@ -67,6 +71,7 @@ def source(
         "DIRECT": 0,
         "BY_ROWS": int(config.bn > 128),  # there the bias of columns would spill
         "RAGGED": 1 if of_rows else 2,
+        "KEPT": kept(config, groups),
     }
     layout = (False, b_mn) if of_rows else (True, True)
     text = device_source(EPILOGUE, macros, config.bn, dtype, activation, *layout)
@@ -143,7 +148,7 @@ def rows_product(
     y = x.new_empty((rows, n))
     pre = x.new_empty((rows, n)) if save_pre else None
     if config is None:
-        config = rows_config(rows, groups.groups, n, k, _units(device))
+        config = rows_tiles(rows, groups.groups, n, k, _units(device)).config
     _check(config)
     how = bias is None, activation, save_pre, config
     key = "rows", x.shape, x.stride(), weight.shape, b_mn, b_row, x.dtype, *how, device
@@ -154,6 +159,7 @@ def rows_product(
             has_bias=bias is not None,
             save_pre=save_pre,
             b_mn=b_mn,
+            groups=groups.groups,
         )
         block = _Parameters(x.dtype, device)
         block.matrix(0, 0, x, config.bm)
@@ -183,7 +189,7 @@ def depth_product(a: Tensor, b: Tensor, groups: Ragged, config: Config | None = 
     (rows, m), n, device = a.shape, b.shape[1], a.device.index
     y = a.new_empty((groups.groups, m, n))
     if config is None:
-        config = depth_config(rows, groups.groups, m, n, _units(device))
+        config = depth_tiles(rows, groups.groups, m, n, _units(device)).config
     _check(config)
     key = "depth", a.shape, a.stride(), b.shape, b.stride(), groups.groups, a.dtype, config, device
 
@@ -194,7 +200,7 @@ def depth_product(a: Tensor, b: Tensor, groups: Ragged, config: Config | None = 
         block.stack(2, 2, y, (m, n), n, 16)
         tiles_m, tiles_n = -(-m // config.bm), -(-n // config.bn)
         block.rest(groups, n, tiles_m, tiles_n, 0)
-        text = source(config, a.dtype, of_rows=False)
+        text = source(config, a.dtype, of_rows=False, groups=groups.groups)
         return block.prepared(text, config, groups.groups * tiles_m * tiles_n)
 
     plans.of(key, plan)(a, b, y, None, None, groups.table)
@@ -216,6 +222,7 @@ class _Parameters(Block):
 
     def __init__(self, dtype: torch.dtype, device: int) -> None:
         super().__init__(_BYTES)
+        self._groups = 0
         self._kind, self._device = HALF_DTYPES[dtype], device
 
     def matrix(self, at: int, tensor: int, t: Tensor, box: int) -> None:
@@ -235,6 +242,7 @@ class _Parameters(Block):
         """The table, addresses and numbers."""
         self.address(_TABLE, 5, 15)
         self.numbers(_TABLE + 8, "3i", *groups.facts)
+        self._groups = groups.groups
         at = _TABLE + RAGGED_BYTES
         for i, (tensor, mask) in enumerate(((4, 3), (2, 15), (3, 15))):
             self.address(at + 8 * i, tensor, mask)
@@ -244,7 +252,8 @@ class _Parameters(Block):
         """The launch, of at most so many tiles."""
         device = self._device
         with compiled.current(device):
-            kernel = compiled.kernel(text, KERNEL, config.shared_bytes, device)
+            shared = shared_bytes(config, self._groups)
+            kernel = compiled.kernel(text, KERNEL, shared, device)
             launch = driver.Launch(kernel, THREADS, 1, [self.argument])  # type: ignore[list-item]
             launch.set_grid(min(tiles, launch.max_clusters()))
             launch.begin_early()
