@@ -2,13 +2,13 @@
 
 A training call is chosen as one step: a backward takes the slots as its own forward sorted them.
 Nobody has timed the family on shipped devices, so nothing is predicted: the first that can serve is
-taken. On CPUs that is ``cpp``, whose products are those that ragged_linear takes by its prices. On
-GPUs it is PyTorch's own ops where they wait for nothing, else ``triton``.
+taken. On CPUs that is ``cpp``, on GPUs PyTorch's own ops where they wait for nothing, else
+``triton``. The products of both are those that ragged_linear takes by its prices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -34,18 +34,19 @@ _REFERENCE = ("families/experts/reference.py", "families/grouped/ragged/products
 _MOST_SLOTS = (1 << 31) - (1 << 14)  # programs count past the last by a block
 
 
-def _sources(backend: str, *own: str) -> tuple[str, ...]:
-    """What a backend runs from: our files, and those of ragged_linear's of that name."""
-    ragged = (b.sources for b in RAGGED.candidates("forward", on_request=True) if b.name == backend)
-    return (*_OWN, *own, *next(ragged))
+def _sources(backends: Collection[str], *own: str) -> tuple[str, ...]:
+    """What a backend runs from: our files, and those of ragged_linear's of these names."""
+    every = RAGGED.candidates("forward", on_request=True)
+    ragged = (source for b in every if b.name in backends for source in b.sources)
+    return tuple(dict.fromkeys((*_OWN, *own, *ragged)))
 
 
 _TRITON_SOURCES = _sources(
-    "triton",
+    ("triton", "planes", "cuda"),
     *("families/experts/triton", "families/gated/triton/gate_kernels.py"),
     *("families/gated/triton/config.py",),
 )
-_CPP_SOURCES = (*_sources("cpp", "families/experts/cpu", *CPP_SOURCES), *_REFERENCE[1:])
+_CPP_SOURCES = (*_sources(("cpp",), "families/experts/cpu", *CPP_SOURCES), *_REFERENCE[1:])
 
 
 def _products(p: Problem) -> tuple[Problem, Problem]:
@@ -173,7 +174,7 @@ FAMILY = register_family(
                     BATCH_INVARIANT,
                     _reason_not_invariant,
                     (
-                        *_sources(BATCH_INVARIANT, "families/experts/cpu", *CPP_SOURCES),
+                        *_sources((BATCH_INVARIANT,), "families/experts/cpu", *CPP_SOURCES),
                         *_TRITON_SOURCES,
                     ),
                 ),

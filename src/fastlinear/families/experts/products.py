@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import Tensor
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.dispatch import cache
-from fastlinear.dispatch.select import select
+from fastlinear.dispatch.backend import family
+from fastlinear.dispatch.select import BASELINE, predictions, select
 from fastlinear.families.grouped.ragged import products
 from fastlinear.families.grouped.ragged.formula import Formula
-from fastlinear.families.grouped.ragged.problem import problem_of
+from fastlinear.families.grouped.ragged.problem import STEP, problem_of
 from fastlinear.families.grouped.ragged.validation import counted
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
@@ -25,18 +27,27 @@ def functions(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> F
     """The two directions of one product.
 
     Args:
-        backend: of experts: ``"triton"`` and ``"batch_invariant"`` take ragged_linear's of that
-            name; ``"cpp"`` whichever it takes on a CPU, where sizes can be read.
+        backend: of experts: ``"batch_invariant"`` takes ragged_linear's of that name; ``"cpp"`` and
+            ``"triton"`` whichever it takes there, each direction its own; on a GPU one that does
+            not read sizes on the host.
         x, weight, bias: of the product.
     """
-    if backend != "cpp":
+    if backend == BATCH_INVARIANT:
         return _functions(backend)
-    return _functions(_chosen(problem_of(x, weight, bias, "none", False)))
+    p = problem_of(x, weight, bias, "none", False)
+    forward, backward = _chosen(p), _chosen(replace(p, piece=STEP, needs_grad=True))
+    return _functions(forward)[0], _functions(backward)[1]
 
 
 @lru_cache(maxsize=4096)
 def _chosen(p: Problem) -> str:
-    return select(p).backend.name
+    """On a GPU by the user's measurements, else by predictions."""
+    taken = select(p).backend.name
+    if p.device == "cpu" or taken != BASELINE:
+        return taken
+    every = [b for b in family(p.family).candidates(p.piece) if b.name != BASELINE]
+    found = predictions(p, [b for b in every if b.reason_not(p) is None])
+    return min(found, key=lambda name: found[name].us) if found else "triton"
 
 
 cache.on_change(_chosen.cache_clear)
@@ -45,7 +56,6 @@ cache.on_change(_chosen.cache_clear)
 def _functions(name: str) -> Functions:
     if name == "eager":
         return _eager, _eager_backward
-    assert name in ("cpp", "triton", BATCH_INVARIANT)
     run, back = Formula("none", name).functions()
 
     def forward(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None) -> Tensor:
