@@ -66,7 +66,7 @@ def test_rows_have_the_keys_of_the_committed_ones(direction: str) -> None:
     else:
         assert "forward direction" in found[contenders.CONTROL]["skipped"]
         assert {"output", "grad.x", "grad.weight.0", "grad.bias.2"} <= set(names)
-    committed = next(iter(read_rows(ROOT / "results/nvidia-h200/strassen.jsonl")))
+    committed = next(iter(read_rows(ROOT / "results/nvidia-h200/strassen.jsonl.gz")))
     assert set(committed) <= set(found[contenders.NAME])
     assert found["eager"]["experiment"] == committed["experiment"] == "strassen"
 

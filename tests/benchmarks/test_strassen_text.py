@@ -24,8 +24,8 @@ def ratios(name: str, metric: str, dtype: str) -> dict[str, tuple[float, float]]
 @pytest.mark.parametrize(
     ("name", "metric", "dtype", "cells", "said"),
     [
-        ("strassen.jsonl", "device", "float32", 9, "1.30 to 1.82 times"),
-        ("strassen.jsonl", "wall", "float32", 9, "1.28 to 1.87 times"),
+        ("strassen.jsonl.gz", "device", "float32", 9, "1.30 to 1.82 times"),
+        ("strassen.jsonl.gz", "wall", "float32", 9, "1.28 to 1.87 times"),
         ("overhead.jsonl.gz", "device", "float32", 280, "1.32 to 11.2 times"),
         ("overhead.jsonl.gz", "device", "bfloat16", 280, "1.14 to 12.4"),
     ],
@@ -42,7 +42,7 @@ def test_the_default_is_faster_in_every_row(
 
 
 def test_the_table_has_the_rows_medians() -> None:
-    for problem, (ours, default) in ratios("strassen.jsonl", "device", "float32").items():
+    for problem, (ours, default) in ratios("strassen.jsonl.gz", "device", "float32").items():
         _, m, _, h, _ = problem.split()
         cells = (
             f"| {m[1:]}, {h[1:]} |",

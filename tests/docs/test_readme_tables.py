@@ -49,7 +49,7 @@ GPU = (
     ),
     Line(
         "8192 x 4096 → 4096, float32, forward and backward",
-        "linear-fp32.jsonl",
+        "linear-fp32.jsonl.gz",
         "gelu_tanh M8192 K4096 N4096 float32",
         BOTH,
     ),
