@@ -140,7 +140,8 @@ def _cuda(p: Problem, piece: str) -> tuple[Work, ...]:
     column_us = 2 * ragged_tiles.ROWS * BK / flops_per_us(p)
 
     def product(kind: str, tiled: ragged_tiles.Tiled, wide: int) -> Work:
-        moved = bytes_us(p, m * (k + n) + served * k * n)
+        weights = groups if kind == "dw" else served  # zeros where a group has no rows
+        moved = bytes_us(p, m * (k + n) + weights * k * n)
         us = ((tiled.time * column_us) ** 2 + moved**2) ** 0.5
         sizes = {"m": ceil(m / served), "k": k, "n": n, "mkn": m * k * n, "groups": served}
         return Work(f"{name} {kind}", us, sizes, (f"tile:{tiled.config.bn}", *rows_at(p, wide)))
@@ -178,7 +179,16 @@ def _one_by_one(p: Problem) -> tuple[Work, ...]:
     filled = min(groups, m)
     each = _products(p.piece, max(1, m // filled), k, n)
     found = (w for sizes in each for w in tiled("torch", p, *sizes))
-    return tuple(replace(w, units=w.units * filled) for w in found)
+    return (*(replace(w, units=w.units * filled) for w in found), *_zeros(p, "torch"))
+
+
+def _zeros(p: Problem, name: str) -> tuple[Work, ...]:
+    """The gradients of weights whose groups have no rows."""
+    groups, k, n, m = (max(1, p.dim(name)) for name in ("G", "K", "N", "M"))
+    if p.piece == "forward" or groups <= m:
+        return ()
+    numbers = (groups - m) * k * n
+    return (Work(f"{name} zeros", bytes_us(p, numbers), {"numbers": numbers}),)
 
 
 def _products(piece: str, m: int, k: int, n: int) -> tuple[tuple[int, int, int], ...]:
@@ -294,6 +304,7 @@ def _device(p: Problem, backend: str) -> tuple[Work, ...]:
         Work(f"{name} product", us, sizes, layouts, (*variants, *step)),
         sweep,
         *_copies(p, name),
+        *(_zeros(p, name) if p.family == "ragged_linear" else ()),
     )
 
 

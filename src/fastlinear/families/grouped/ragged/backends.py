@@ -73,11 +73,15 @@ def _reason_not_invariant(p: Problem) -> str | None:
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
-    """Random inputs of a Problem's piece; the sizes of the groups vary, and few rows have none."""
+    """Random inputs of a Problem's piece: sizes of groups vary, and one row in 64 has none.
+
+    Few rows go to as many groups, as tokens go to experts.
+    """
     m, groups, k, n = (p.dim(name) for name in ("M", "G", "K", "N"))
     act, draw = p.option("activation"), Draw(p, device, seed)
-    shares = torch.rand(groups, generator=draw.generator, device=device)
-    sizes = (shares / shares.sum() * m).long().clamp_(max=m)
+    shares = torch.rand(groups, generator=draw.generator, device=device).double()
+    ends = (shares.cumsum(0) / shares.sum() * (m - m // 64)).round().long()
+    sizes = ends.diff(prepend=ends.new_zeros(1))
     weight, bias = draw(groups, n, k, scale=k**-0.5), None
     if p.option("bias") == "yes":
         bias = draw(groups, n)
