@@ -50,7 +50,7 @@ def inner(p: Problem, backend: str) -> tuple[Work, ...]:
         ),
         *(
             work
-            for numbers in _results(p, every, filled)
+            for numbers in _results(p, every, groups)
             for work in fresh(numbers, p.dtype, kept=backend in ("cpp", "together"))
         ),
     )
