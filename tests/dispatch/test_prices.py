@@ -53,7 +53,7 @@ def test_every_backend_has_prices(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert set(families()) - set(drawn.FAMILIES) == NOT_TIMED
     for fam in drawn.FAMILIES:
         for mode in (drawn.INFERENCE, drawn.TRAINING):
-            for case in drawn.cases(fam, 5, 6, "cpu", mode):
+            for case in drawn.cases(fam, 5, 20, "cpu", mode):
                 forward = case.problem
                 pieces = family(fam).pieces if forward.needs_grad else ("forward",)
                 for p in map(forward.with_piece, pieces):
@@ -228,7 +228,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_choice_on_a_gpu_is_predicted(name: str) -> None:
     """Of each piece, and whatever else can serve has a price as well."""
     for mode in (drawn.INFERENCE, drawn.TRAINING):
-        for case in drawn.cases(name, 6, 8, "cuda", mode):
+        for case in drawn.cases(name, 6, 40, "cuda", mode):
             forward = case.problem
             pieces = family(name).pieces if forward.needs_grad else ("forward",)
             for p in map(forward.with_piece, pieces):

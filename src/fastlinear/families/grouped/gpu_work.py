@@ -179,7 +179,7 @@ def _one_by_one(p: Problem) -> tuple[Work, ...]:
     filled = min(groups, m)
     each = _products(p.piece, max(1, m // filled), k, n)
     found = (w for sizes in each for w in tiled("torch", p, *sizes))
-    return (*(replace(w, units=w.units * filled) for w in found), *_zeros(p, "torch"))
+    return tuple(replace(w, units=w.units * filled) for w in found)
 
 
 def _zeros(p: Problem, name: str) -> tuple[Work, ...]:
