@@ -92,11 +92,24 @@ def experts_forward(
             f"{type(module).__name__}: {options}",
             "Set another: model.set_experts_implementation('grouped_mm').",
         )
+    return by_op(module, options, hidden_states, top_k_index, top_k_weights)
+
+
+def by_op(
+    module: Any,
+    options: dict[str, Any],
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    backend: str | None = None,
+) -> Tensor:
+    """The same where ``options_of`` found these options."""
     if top_k_weights.dtype not in (hidden_states.dtype, torch.float32):
         top_k_weights = top_k_weights.to(hidden_states.dtype)
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
     weights = module.gate_up_proj, module.down_proj
-    return experts(hidden_states, top_k_index, top_k_weights, *weights, *biases, **options)
+    given = hidden_states, top_k_index, top_k_weights, *weights, *biases
+    return experts(*given, **options, backend=backend)
 
 
 def register(name: str) -> None:

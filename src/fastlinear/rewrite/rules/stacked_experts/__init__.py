@@ -1,0 +1,8 @@
+"""The rule of experts: stacked experts as transformers has them, as one call of ``experts``."""
+
+from fastlinear.rewrite.rules.stacked_experts.find import find
+
+FAMILY = "experts"
+NAMES = ("experts",)
+
+__all__ = ["FAMILY", "NAMES", "find"]
