@@ -1,133 +1,134 @@
-"""Mixtures of experts: told with the op that computes them, and not rewritten."""
+"""optimize_ puts one call in place of transformers' stacked experts, and takes it back."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fastlinear as fl
+from tests.rewrite.rewrite_models import Clock
+
+pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("transformers.integrations.moe")
+
+from tests.nn.test_nn_experts import MODELS, made, stacked
+
+rule: Any = import_module("fastlinear.rewrite.rules.stacked_experts.find")
+IDS = torch.arange(22).view(2, 11) % 48
 
 
-class Mixture(nn.Module):
-    """Each token goes to the expert with the highest score."""
-
-    def __init__(self, make: Any = lambda: nn.Linear(8, 8), count: int = 4) -> None:
-        super().__init__()
-        self.gate = nn.Linear(8, count)
-        self.experts = nn.ModuleList(make() for _ in range(count))
-
-    def chosen(self, x: Tensor) -> Tensor:
-        return self.gate(x).argmax(-1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        top, y = self.chosen(x), torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            rows = (top == i).nonzero().squeeze(-1)
-            if rows.numel():
-                y = y.index_add(0, rows, expert(x[rows]))
-        return y
+def given(train: bool) -> dict[str, Any]:
+    ids = {"input_ids": IDS, "use_cache": False}
+    return {**ids, "labels": IDS} if train else ids
 
 
-class Fixed(Mixture):
-    """As many rows for each, whatever the data."""
-
-    def chosen(self, x: Tensor) -> Tensor:
-        return torch.arange(len(x)) % len(self.experts)
-
-
-class Sliced(Mixture):
-    """Rows of their own, of numbers that the code says: it can be traced."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        sizes = (1, 2, 3, 14)
-        found, at = [], 0
-        for i in range(4):
-            found.append(self.experts[i](x.narrow(0, at, sizes[i])))
-            at += sizes[i]
-        return torch.cat(found)
+def optimized(model: nn.Module, train: bool, **options: Any) -> Any:
+    mode = "train" if train else "inference"
+    config = fl.Config(mode=mode, time_budget_s=60, families=("experts",), **options)
+    return fl.optimize_(model.train(train), given(train), config=config)
 
 
-class Once(Mixture):
-    """One of them takes all."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.experts[int(x.sum() > 0)](x)
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16, False), nn.GELU(), nn.Linear(16, 8, False))
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    ran: list[Any] = []
+    op = rule.by_op
+    monkeypatch.setattr(rule, "by_op", lambda *a: ran.append(a[0]) or op(*a))
+    return ran
 
 
-def found(result: Any) -> list[Any]:
-    return [f for f in result.findings if f.code == "ragged_linear"]
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3", "gpt-oss"])
+def test_experts_that_gain_become_one_call(
+    name: str, train: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({"after": 50.0})
+    model = made(name)
+    before = model(**given(train))
+    result = optimized(model, train)
+    sites = {s.fqn: s for s in result.sites if s.fqn.endswith("mlp.experts")}
+    assert len(sites) == len(stacked(model)) == 2
+    assert all(s.status == "kept" for s in sites.values()), [s.reason for s in sites.values()]
+    ran = counted(monkeypatch)
+    after = model(**given(train))
+    assert len(ran) == 2
+    torch.testing.assert_close(after.logits, before.logits, rtol=1e-4, atol=1e-4)
+    if train:
+        after.loss.backward()
+        assert all(p.grad is not None for layer in stacked(model) for p in layer.parameters())
+    result.revert()
+    ran.clear()
+    torch.testing.assert_close(model(**given(train)).logits, before.logits)
+    assert not ran
 
 
-def drawn() -> Tensor:
-    return torch.randn(20, 8, generator=torch.Generator().manual_seed(0))
+def test_experts_that_do_not_gain_stay(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock({"after": 200.0})
+    model = made("mixtral")
+    result = optimized(model, False)
+    assert {s.status for s in result.sites if s.fqn.endswith("experts")} == {"rejected"}
+    ran = counted(monkeypatch)
+    model(**given(False))
+    assert not ran
 
 
-@pytest.mark.parametrize("mode", ["inference", "train"])
-@pytest.mark.parametrize("make", [lambda: nn.Linear(8, 8), mlp])
-def test_a_mixture_is_named_with_the_op_for_it(make: Any, mode: str) -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.LayerNorm(8), Mixture(make)), drawn()
-    seen: list[int] = [0] * 4
-    for i, expert in enumerate(model[1].experts):
-        expert.register_forward_hook(lambda _, a, __, i=i: seen.__setitem__(i, len(a[0])))
-    model(x)
-    for expert in model[1].experts:
-        expert._forward_hooks.clear()
-    assert len(set(seen)) > 1
-    for report in (
-        fl.profile(model, x, mode, steps=1),
-        fl.optimize_(model, x, config=fl.Config(mode=mode, tune=False, time_budget_s=3.0)),
-    ):
-        (one,) = found(report)
-        assert one.fqn == "1"
-        assert one.details["rows"] == seen
-        assert one.details["experts"] == [f"1.experts.{i}" for i in range(4)]
-        what = "linears" if make is not mlp else "experts of 2 linears"
-        assert one.title == f"4 equal {what} on rows of their own"
-        called = sorted(n for n in seen if n)
-        assert f"{len(called)} of 4 equal {what} ran one after another, on {called[0]} to" in (
-            one.message
-        )
-        assert "optimize_ rewrites nothing: " in one.message
-        assert one.advice is not None
-        assert one.advice.startswith("fl.ragged_linear(x, torch.stack([m.weight for m in ")
-        assert (", torch.stack([m.bias for m in " in one.advice) is (make is not mlp)
-        assert one.predicted_gain_us == 0.0
-        assert one.measured_us > 0
-        assert one.floor_us > 0
-    assert "forward" not in vars(model[1])
+def test_a_plan_puts_them_in_place_again(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock({"after": 50.0})
+    path = tmp_path / "plan.json"
+    optimized(made("qwen3"), False).save(path)
+    model, ran = made("qwen3"), counted(monkeypatch)
+    fl.apply_(model.eval(), path, given(False))
+    ran.clear()
+    model(**given(False))
+    assert len(ran) == 2
 
 
-def test_the_advice_computes_what_the_mixture_does() -> None:
-    model, x = Mixture(), drawn()
-    top = model.chosen(x)
-    order = top.argsort()
-    names = {"x": x[order], "model": model, "fl": fl, "torch": torch}
-    names["group_sizes"] = torch.bincount(top, minlength=4)
-    (one,) = found(fl.profile(model, x, steps=1))
-    code = str(one.advice).rpartition(", the weights")[0]
-    y = eval(code, names)
-    torch.testing.assert_close(torch.empty_like(y).index_copy(0, order, y), model(x))
+def test_a_gate_that_is_not_known_any_more_is_the_modules_own(clock: Clock) -> None:
+    clock({"after": 50.0})
+    model = made("mixtral")
+    optimized(model, False)
+    for layer in stacked(model):
+        layer.act_fn = nn.Softsign()  # type: ignore[assignment]
+    expected = made("mixtral").eval()
+    for layer in stacked(expected):
+        layer.act_fn = nn.Softsign()  # type: ignore[assignment]
+    torch.testing.assert_close(model(**given(False)).logits, expected(**given(False)).logits)
 
 
-@pytest.mark.parametrize("make", [Fixed, Sliced, Once])
-def test_what_data_do_not_deal_out_is_none(make: Any) -> None:
-    assert not found(fl.profile(make(), drawn(), steps=1))
+def test_what_is_left_alone_says_why() -> None:
+    model = made("mixtral")
+    first, second = stacked(model)
+    first.register_forward_hook(lambda *_: None)
+    config = fl.Config(mode="inference", time_budget_s=20, families=("experts",))
+    result = fl.optimize_(
+        model.eval(), given(False), config=config, filter_fn=lambda module, _: module is not second
+    )
+    told = {f.fqn: f.message for f in result.profile.findings if f.code == "experts"}
+    assert "4 experts run by transformers' " in told["model.layers.0.mlp.experts"]
+    assert "MixtralExperts carries a forward hook" in told["model.layers.0.mlp.experts"]
+    assert "filter_fn leaves it out" in told["model.layers.1.mlp.experts"]
+    assert not any(s.status == "kept" for s in result.sites)
 
 
-def test_unequal_experts_are_none() -> None:
-    model = Mixture()
-    model.experts[1] = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    assert not found(fl.profile(model, drawn(), steps=1))
+def test_a_profile_names_what_they_would_gain(clock: Clock) -> None:
+    clock({"after": 50.0})
+    report = fl.profile(made("mixtral"), given(False))
+    found = [f for f in report.findings if f.code == "experts"]
+    assert {f.fqn for f in found} == {f"model.layers.{i}.mlp.experts" for i in range(2)}
+    assert all(f.predicted_gain_us > 0 for f in found)
+    assert "fl.nn.Experts.from_module(model.model.layers[0].mlp.experts)" in str(found[0].details)
 
 
-def test_settings_leave_it_out() -> None:
-    config = fl.Config(families=("linear_act",), tune=False, time_budget_s=3.0)
-    assert not found(fl.optimize_(Mixture(), drawn(), config=config))
+def test_models_without_experts_do_not_run_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "_observed", lambda *_: pytest.fail("ran"))
+    fl.optimize_(nn.Sequential(nn.Linear(8, 8)).eval(), torch.ones(2, 8))
+
+
+def test_every_model_that_is_known_is_found() -> None:
+    for name in MODELS:
+        assert all(rule._is_stack(m) for m in stacked(made(name))), name

@@ -6,7 +6,7 @@ Which token goes to which expert is a router's to say: what a run showed stands 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from fastlinear.dispatch.select import select
 from fastlinear.families.experts import experts
 from fastlinear.families.experts.problem import NAME, problem_of
 from fastlinear.nn.stacked_experts import WEIGHTS, by_op, has_own_forward, options_of
-from fastlinear.rewrite.fusion import Dispatch, Fusion, WholeForward
+from fastlinear.rewrite.finding import Told, not_measured
+from fastlinear.rewrite.fusion import Dispatch, Fusion, Report, WholeForward
 from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.match.calls import Kind, SiteCalls
 from fastlinear.rewrite.match.candidate import OWN, Candidate, named
@@ -38,19 +39,59 @@ class _Seen:
     given: tuple[Tensor, Tensor, Tensor] | None = None
 
 
+@dataclass
+class Matched:
+    """The stacked experts of a model.
+
+    Attributes:
+        fusions: those that may become one call.
+        left: names of the others, and why.
+    """
+
+    fusions: list[Fusion] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+
+
 def find(session: Session) -> list[Fusion]:
+    """What may become one call of ``experts``."""
+    return session.once(match).fusions
+
+
+def findings(session: Session) -> list[Told]:
+    """One for experts that gain, and one for those that are left alone, with the reason."""
+    matched, found = session.once(match), []
+    for i, fusion in enumerate(matched.fusions, 1):
+        told = session.finding(fusion, len(matched.fusions) - i)
+        found += [] if told is None else [told]
+    for fqn, why in matched.left.items():
+        module = session.model.get_submodule(fqn)
+        words = f"{_count(module)} experts run by transformers' {_implementation(module)}"
+        title = f"{_count(module)} stacked experts"
+        untold = not_measured(NAME, fqn, title, words, why, {"kind": "stacked_experts"})
+        found.append(Told(untold))
+    return found
+
+
+def match(session: Session) -> Matched:
     """The stacked experts of a model, which runs once more where there are any."""
+    matched = Matched()
     stacks = {fqn: m for fqn, m in session.model.named_modules() if _is_stack(m)}
-    if not stacks:
-        return []
-    seen, found = _observed(session, stacks), []
+    seen = _observed(session, stacks) if stacks else {}
     for fqn, module in stacks.items():
         made = _fusion(session, fqn, module, seen[fqn])
         if isinstance(made, str):
-            session.left_alone[fqn] = made
+            matched.left[fqn] = session.left_alone[fqn] = made
         else:
-            found.append(made)
-    return found
+            matched.fusions.append(made)
+    return matched
+
+
+def _count(module: Any) -> int:
+    return int(module.down_proj.shape[0])
+
+
+def _implementation(module: Any) -> str:
+    return str(module.config._experts_implementation or "eager")
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -113,9 +154,16 @@ def _fusion(session: Session, fqn: str, module: Any, seen: _Seen) -> Fusion | st
 
     problem = _problem(module, (x, index, weight), options, train)
     chosen = select(problem, backend).backend.name
-    advice = (
-        f"{in_code(session.model, fqn)} = fl.nn.Experts.from_module({in_code(session.model, fqn)})"
-    )
+    where = in_code(session.model, fqn)
+    advice = f"{where} = fl.nn.Experts.from_module({where})"
+    title = f"{_count(module)} stacked experts"
+
+    def message(before_us: float, after_us: float) -> str:
+        return (
+            f"{where}: {_count(module)} experts take {before_us:.1f} us a call by transformers' "
+            f"{_implementation(module)}, {after_us:.1f} us by fastlinear.experts."
+        )
+
     return Fusion(
         rule=NAME,
         fqn=fqn,
@@ -129,8 +177,11 @@ def _fusion(session: Session, fqn: str, module: Any, seen: _Seen) -> Fusion | st
         exact=exact,
         forward=WholeForward(lambda: stacked_forward(module, backend)),
         dispatch=Dispatch(backend=backend, served={problem.piece: chosen}),
-        alike=(type(module), module.config._experts_implementation),
-        what=f"its {problem.dim('E')} experts ({advice})",
+        alike=(type(module), _implementation(module)),
+        report=Report(
+            title=title, message=message, advice=advice, details={"kind": "stacked_experts"}
+        ),
+        what=f"its {_count(module)} experts",
         title=named(fqn),
     )
 
