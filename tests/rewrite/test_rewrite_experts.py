@@ -18,7 +18,7 @@ pytest.importorskip("transformers.integrations.moe")
 
 from tests.nn.test_nn_experts import MODELS, made, stacked
 
-rule: Any = import_module("fastlinear.rewrite.rules.stacked_experts.find")
+rule: Any = import_module("fastlinear.rewrite.rules.experts.find")
 IDS = torch.arange(22).view(2, 11) % 48
 
 
@@ -29,7 +29,8 @@ def given(train: bool) -> dict[str, Any]:
 
 def optimized(model: nn.Module, train: bool, **options: Any) -> Any:
     mode = "train" if train else "inference"
-    config = fl.Config(mode=mode, time_budget_s=60, families=("experts",), **options)
+    options = {"tune": False, "time_budget_s": 300, "families": ("experts",), **options}
+    config = fl.Config(mode=mode, **options)  # a library that is being compiled is waited for
     return fl.optimize_(model.train(train), given(train), config=config)
 
 
@@ -132,3 +133,83 @@ def test_models_without_experts_do_not_run_once_more(monkeypatch: pytest.MonkeyP
 def test_every_model_that_is_known_is_found() -> None:
     for name in MODELS:
         assert all(rule._is_stack(m) for m in stacked(made(name))), name
+
+
+def test_a_plan_of_training_keeps_its_backends(clock: Clock, tmp_path: Path) -> None:
+    clock({"after": 50.0})
+    path = tmp_path / "plan.json"
+    result = optimized(made("qwen3"), True, backends={"experts": "eager"})
+    assert "eager, its 6 experts in one call" in result.table(width=200)
+    result.save(path)
+    model = made("qwen3").train()
+    applied = fl.apply_(model, path, given(True))
+    kept = [s for s in applied.sites if s.fqn.endswith("mlp.experts")]
+    assert {(s.status, s.backends["step"]) for s in kept} == {("kept", "eager")}
+    assert not any("other backends than planned" in n for n in applied.notes)
+
+
+def test_a_backend_that_serves_none_is_refused() -> None:
+    with pytest.raises(fl.UnsupportedError, match="CUDA"):
+        optimized(made("qwen3"), False, backends={"experts": "triton"})
+
+
+def test_who_watches_sees_every_call(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks on an activation, or on all modules, from before or after."""
+    clock({"after": 50.0})
+    seen: list[str] = []
+
+    def look(module: nn.Module, *_: Any) -> None:
+        seen.append(type(module).__name__)
+
+    model = made("mixtral")
+    for layer in stacked(model):
+        layer.act_fn.register_forward_hook(look)
+    assert not any(s.status == "kept" for s in optimized(model, False).sites)
+    model = made("mixtral")
+    optimized(model, False)
+    ran = counted(monkeypatch)
+    handle = torch.nn.modules.module.register_module_forward_hook(look)
+    seen.clear()
+    model(**given(False))
+    handle.remove()
+    assert not ran
+    assert any("SiLU" in name for name in seen)
+    for layer in stacked(model):
+        layer.act_fn.register_forward_hook(look)
+    model(**given(False))
+    assert not ran
+
+
+def test_calls_that_the_op_refuses_are_the_modules_own(clock: Clock) -> None:
+    clock({"after": 50.0})
+    model = made("mixtral")
+    layer: Any = stacked(model)[0]
+    index, weight = torch.tensor([[0, 1], [2, 3]], dtype=torch.int16), torch.rand(2, 2)
+    model.set_experts_implementation("grouped_mm")
+    x = torch.randn(2, 32)
+    before = layer(x, index, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = layer(x, index.long(), weight)
+    optimized(model, False)
+    torch.testing.assert_close(layer(x, index, weight), before)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(layer(x, index.long(), weight), cast)
+
+
+def test_a_class_of_ones_own_is_left_alone() -> None:
+    moe = import_module("transformers.integrations.moe")
+
+    @moe.use_experts_implementation
+    class Mine(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.w1 = nn.Parameter(torch.randn(2, 8, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.w1[0].t()
+
+    class Config:
+        _experts_implementation = "eager"
+
+    net = nn.Sequential(Mine(Config())).eval()
+    fl.optimize_(net, torch.randn(3, 4), config=fl.Config(time_budget_s=5))

@@ -17,7 +17,8 @@ STEP = "step"
 def choices_of(
     p: Problem, backend: str | None = None, *, own_autograd: bool = True
 ) -> tuple[Choice, ...]:
-    """The selection for a forward Problem and, where it needs gradients, for the backward.
+    """The selection for a forward Problem and, where it needs gradients, for the backward; of a
+    family whose training calls are chosen as one, for the step.
 
     A forced backend holds for the backward as well where it has one that can serve. A training
     call without one asks first whether the whole step is fastest by PyTorch's own autograd; then
@@ -26,6 +27,8 @@ def choices_of(
     """
     if not p.needs_grad:
         return (select(p, backend),)
+    if "backward" not in family(p.family).pieces:
+        return (select(p.with_piece(STEP), backend),)
     if backend is not None:
         return select(p, backend), backward_choice(p.with_piece("backward"), backend)
     pieces = select_pieces(p)

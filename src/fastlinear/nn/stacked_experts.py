@@ -54,6 +54,8 @@ def options_of(module: nn.Module) -> dict[str, Any] | str:
         return "it is not decorated by transformers' use_experts_implementation"
     if not module.has_gate:
         return "it has no gate"
+    if any(not isinstance(getattr(module, name, None), Tensor) for name in WEIGHTS):
+        return f"its weights are not {' and '.join(WEIGHTS)}"
     if getattr(module, "has_post_expert_norm", False):
         return "a norm follows each expert"
     kind: Any = type(module)
@@ -64,9 +66,10 @@ def options_of(module: nn.Module) -> dict[str, Any] | str:
         "transposed": bool(module.is_transposed),
     }
     if gate.__name__ == _PLAIN:
-        name = _ACTIVATIONS.get(type(module.act_fn).__name__)
+        kind = type(getattr(module, "act_fn", None))
+        name = _ACTIVATIONS.get(kind.__name__)
         if name is None:
-            return f"the activation {type(module.act_fn).__name__} is not known"
+            return f"the activation {kind.__name__} is not known"
         return options | {"activation": name}
     known = _CLAMPED.get(kind.__name__)
     if known is None or not kind.__module__.startswith("transformers.models."):

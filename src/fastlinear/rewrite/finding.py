@@ -10,7 +10,11 @@ from fastlinear.core.timing import Ratio
 from fastlinear.profile.records import Finding
 
 OFFERED = "optimize_ puts it in place by itself where the step gains"
-_INSIDE = ("linear_activation", "grouped_linear")  # what one call of more computes as well
+_INSIDE = (
+    "linear_activation",
+    "grouped_linear",
+    "not_followed",
+)  # what one call of more computes as well
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Rewrite:
     @property
     def family(self) -> str:
         """The family whose backends compute it."""
-        known = {rule.name: rule.family for rule in registry.RULES}
+        known = {name: r.family for r in registry.RULES for name in (r.name, *r.names)}
         return known.get(self.rule, self.rule)
 
     def to_json(self) -> dict[str, Any]:

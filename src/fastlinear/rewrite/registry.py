@@ -74,6 +74,8 @@ def _rules() -> tuple[Rule, ...]:
         package: Any = importlib.import_module(f"{rules.__name__}.{module.name}")
         if hasattr(package, "FAMILY"):
             found[module.name] = _rule(module.name, package)
+    names = [name for rule in found.values() for name in rule.names]
+    assert len(names) == len(set(names)), f"rules share a name: {sorted(names)}"
     order = TopologicalSorter({name: rule.after for name, rule in found.items()})
     return tuple(found[name] for name in order.static_order())
 

@@ -54,6 +54,11 @@ class SiteOutcome:
     calls: int = 0
     part_of: str | None = None
 
+    @property
+    def backend(self) -> str | None:
+        """The backend of its forward, or of the whole step where that is chosen as one."""
+        return self.backends.get("forward") or self.backends.get("step")
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict."""
         data = asdict(self)

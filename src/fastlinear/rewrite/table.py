@@ -40,7 +40,7 @@ def _table(result: Outcome, width: int) -> Any:
             names,
             site.activation or "-",
             site.calls,
-            site.backends.get("forward", "-"),
+            site.backend or "-",
             _number(site.predicted_gain_us),
             _number(site.before_us),
             _number(site.after_us),
@@ -165,7 +165,7 @@ def _folded(result: Outcome) -> list[tuple[str, SiteOutcome]]:
         told: tuple[str, ...] = (_number(site.predicted_gain_us),)  # no sizes, where no times are
         if site.part_of is None and site.status not in ("refused", "undecided", "nothing_to_do"):
             told = tuple(map(str, (site.problem or {}).items()))
-        backend = site.backends.get("forward")
+        backend = site.backend
         key = (site.status, site.code, site.activation, backend, site.reason, site.calls)
         groups.setdefault((*key, told, site.part_of), []).append(site)
     rows = []

@@ -100,7 +100,7 @@ def _gain(work: Work, c: Candidate) -> float:
 
 def _kept_reason(work: Work, c: Candidate, step: Ratio, proven: Ratio) -> str:
     known = work.outcomes[c.fqn]
-    name = known.backends.get("forward", "")
+    name = known.backend or ""
     what = f"with {c.activation} in one call" if c.activation != "none" else "alone"
     if c.chain is not None:
         what = f"{c.chain.what} in one call"

@@ -17,12 +17,13 @@ from fastlinear.core.progress import Progress
 from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.select import Choice
-from fastlinear.dispatch.steps import tuning_order
+from fastlinear.dispatch.steps import choices_of, tuning_order
 from fastlinear.families.gated import problem as gated
 from fastlinear.families.gated.selection import choices_of as gated_choices
 from fastlinear.families.grouped import problem as grouped
 from fastlinear.families.grouped.selection import choices_of as grouped_choices
-from fastlinear.families.linear.selection import choices_of
+from fastlinear.families.linear import problem as linear
+from fastlinear.families.linear.selection import choices_of as linear_choices
 from fastlinear.families.mlp import problem as mlp
 from fastlinear.families.mlp.selection import choices_of as chain_choices
 from fastlinear.fastpath import lookup
@@ -107,7 +108,12 @@ def choices(problem: Problem, forced: str | None) -> Sequence[Choice]:
 
     Raises UnsupportedError when the forced backend cannot serve it.
     """
-    known = {mlp.NAME: chain_choices, gated.NAME: gated_choices, grouped.NAME: grouped_choices}
+    known = {
+        linear.NAME: linear_choices,
+        mlp.NAME: chain_choices,
+        gated.NAME: gated_choices,
+        grouped.NAME: grouped_choices,
+    }
     return known.get(problem.family, choices_of)(problem, forced)
 
 

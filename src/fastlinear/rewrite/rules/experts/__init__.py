@@ -1,10 +1,8 @@
-"""The rule of experts: equal modules of one list on rows of their own, as findings.
+"""The rule of experts: stacked experts as transformers has them, as one call of ``experts``."""
 
-Which rows go where is decided in a run, so nothing is rewritten.
-"""
+from fastlinear.rewrite.rules.experts.find import find, findings
 
-from fastlinear.rewrite.rules.experts.report import findings
+FAMILY = "experts"
+NAMES = ("experts",)
 
-FAMILY = "grouped_linear"
-
-__all__ = ["FAMILY", "findings"]
+__all__ = ["FAMILY", "NAMES", "find", "findings"]

@@ -6,15 +6,16 @@ Which token goes to which expert is a router's to say: what a run showed stands 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.select import select
 from fastlinear.families.experts import experts
 from fastlinear.families.experts.problem import NAME, problem_of
 from fastlinear.nn.stacked_experts import WEIGHTS, by_op, has_own_forward, options_of
@@ -25,7 +26,7 @@ from fastlinear.rewrite.match.calls import Kind, SiteCalls
 from fastlinear.rewrite.match.candidate import OWN, Candidate, named
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.session import Session
-from fastlinear.rewrite.swap.forwards import Forward
+from fastlinear.rewrite.swap.forwards import Forward, is_hooked, overridden
 from fastlinear.rewrite.swap.modules import is_rewritten
 
 _BIASES = tuple(f"{name}_bias" for name in WEIGHTS)
@@ -107,8 +108,7 @@ def _observed(session: Session, stacks: Mapping[str, nn.Module]) -> dict[str, _S
     def look(fqn: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         record = seen[fqn]
         record.calls += 1
-        plain = len(args) == 3 and not options and all(isinstance(a, Tensor) for a in args)
-        if record.given is None and plain and not torch.is_autocast_enabled(args[0].device.type):
+        if record.given is None and len(args) == 3 and not options and _is_plain(*args):
             x, index, weight = (a.detach().clone() for a in args)
             record.given = x, index, weight
 
@@ -133,6 +133,8 @@ def _fusion(session: Session, fqn: str, module: Any, seen: _Seen) -> Fusion | st
         return refused.reason
     if session.filter_fn is not None and not session.filter_fn(module, fqn):
         return "filter_fn leaves it out"
+    if _has_hooks(module):
+        return "its activation carries a hook"
     if seen.given is None:
         return "it does not run, or under autocast, or is called with more than tokens and routes"
     x, index, weight = seen.given
@@ -153,7 +155,6 @@ def _fusion(session: Session, fqn: str, module: Any, seen: _Seen) -> Fusion | st
         return experts(x, index, of["weight"].to(x.dtype), *wide, **options, backend="eager")  # type: ignore[arg-type]
 
     problem = _problem(module, (x, index, weight), options, train)
-    chosen = select(problem, backend).backend.name
     where = in_code(session.model, fqn)
     advice = f"{where} = fl.nn.Experts.from_module({where})"
     title = f"{_count(module)} stacked experts"
@@ -176,10 +177,14 @@ def _fusion(session: Session, fqn: str, module: Any, seen: _Seen) -> Fusion | st
         after=lambda x: by_op(module, options, x, index, routes, backend),
         exact=exact,
         forward=WholeForward(lambda: stacked_forward(module, backend)),
-        dispatch=Dispatch(backend=backend, served={problem.piece: chosen}),
+        dispatch=Dispatch(backend=backend),
         alike=(type(module), _implementation(module)),
         report=Report(
-            title=title, message=message, advice=advice, details={"kind": "stacked_experts"}
+            title=title,
+            message=message,
+            advice=advice,
+            details={"kind": "stacked_experts"},
+            covers=True,
         ),
         what=f"its {_count(module)} experts",
         title=named(fqn),
@@ -199,15 +204,28 @@ def _problem(
     return problem_of(x, (gate_up, down), routing, *how)
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether a module inside, the activation, would show its calls to somebody."""
+    return any(is_hooked(m.__dict__) for m in module._modules.values() if m is not None)
+
+
 def stacked_forward(module: nn.Module, backend: str | None) -> Forward:
-    """A forward that makes one call of ``experts`` while the module is as it was."""
+    """A forward that makes one call of ``experts`` while the module's gate is known and nobody
+    watches; under autocast, and for what ``experts`` refuses, the module's own."""
     original: Any = type(module).forward
 
     def forward(self: Any, *args: Any, **named: Any) -> Any:
-        if type(self).forward is original and len(args) == 3 and not named:
+        if type(self).forward is original and len(args) == 3 and not named and _is_plain(*args):
             options = options_of(self)
-            if not isinstance(options, str):
-                return by_op(self, options, *args, backend)
+            if not isinstance(options, str) and not overridden() and not _has_hooks(self):
+                with suppress(InputError):  # the module says what is wrong, or takes it
+                    return by_op(self, options, *args, backend)
         return type(self).forward(self, *args, **named)
 
     return forward
+
+
+def _is_plain(*given: Any) -> bool:
+    """Whether these are tensors, outside autocast."""
+    tensors = all(isinstance(t, Tensor) for t in given)
+    return tensors and not torch.is_autocast_enabled(given[0].device.type)

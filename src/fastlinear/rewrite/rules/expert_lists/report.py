@@ -7,7 +7,7 @@ from fastlinear.rewrite.finding import Told
 from fastlinear.rewrite.in_code import in_code_together
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.profiled import profiled
-from fastlinear.rewrite.rules.experts.lists import Experts, match
+from fastlinear.rewrite.rules.expert_lists.lists import Experts, match
 from fastlinear.rewrite.session import Session
 
 
