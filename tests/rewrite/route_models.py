@@ -19,6 +19,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D
 
 import fastlinear as fl
@@ -245,6 +247,24 @@ def symbolic() -> nn.Module:
     return torch.fx.symbolic_trace(nn.Sequential(*layers))
 
 
+class Routed(nn.Module):
+    """A router, and transformers' experts for the rows that it sends them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+        config = MixtralConfig(hidden_size=16, **sizes)  # type: ignore[arg-type]
+        config._experts_implementation = "eager"
+        self.router, self.experts = nn.Linear(16, 4), MixtralExperts(config)
+        for p in self.experts.parameters():
+            nn.init.normal_(p, std=0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, index = self.router(x).softmax(-1).topk(2)
+        y: torch.Tensor = self.experts(x, index, weight)
+        return y
+
+
 @dataclass(frozen=True)
 class Route:
     """A model, the settings it is rewritten with, and what it exercises: files that make forwards,
@@ -274,6 +294,7 @@ ROUTES: dict[str, Route] = {
     "parts": Route(Parts, {"guard", "call_parts"}),
     "loop": Route(Loop, {"guard", "grouped_linear"}),
     "towers": Route(Towers, {"guard", "edit parallel_mlps", "call_parallel_mlps"}),
+    "stacked experts": Route(Routed, {"experts/find", "experts"}),
     "list": Route(Heads, {"guard", "unequal_linear", "call_list"}),
     "stacked weights": Route(stacked, {"guard", "grouped_linear"}),
     "grouped convolution": Route(Convolution, {"grouped/modules/forward", "grouped_linear"}),

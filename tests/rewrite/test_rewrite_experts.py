@@ -213,3 +213,14 @@ def test_a_class_of_ones_own_is_left_alone() -> None:
 
     net = nn.Sequential(Mine(Config())).eval()
     fl.optimize_(net, torch.randn(3, 4), config=fl.Config(time_budget_s=5))
+
+
+def test_a_model_that_checkpoints_is_verified_in_float64(clock: Clock) -> None:
+    clock({"after": 50.0})
+    model: Any = made("mixtral")
+    model.activation_checkpointing_enable()
+    implementation = model.config._experts_implementation
+    result = optimized(model, True)
+    assert "accuracy judged against: float64 model" in result.notes
+    assert model.config._experts_implementation == implementation
+    assert {s.status for s in result.sites if s.fqn.endswith("mlp.experts")} == {"kept"}

@@ -47,6 +47,15 @@ def has_own_forward(module: nn.Module) -> bool:
     return "use_experts_implementation" not in getattr(code, "co_qualname", "")
 
 
+def loop_over_experts(model: nn.Module) -> None:
+    """Have a model's stacked experts run by their own forward, a loop, which takes every dtype."""
+    for module in model.modules():
+        if all(hasattr(module, name) for name in _DECORATED):
+            config: Any = getattr(module, "config", None)
+            if hasattr(config, "_experts_implementation"):
+                config._experts_implementation = "eager"
+
+
 def options_of(module: nn.Module) -> dict[str, Any] | str:
     """The options of ``fastlinear.experts`` by which it computes what a module of stacked experts
     does, or why there are none."""

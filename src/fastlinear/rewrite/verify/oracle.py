@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.memory import free_bytes
 from fastlinear.core.wrappers import PLAIN
+from fastlinear.nn.stacked_experts import loop_over_experts
 from fastlinear.profile.observe import multiplied
 from fastlinear.profile.step import eager_modules
 from fastlinear.rewrite.match.eligible import linear_kind, linear_modules, refuse_linear
@@ -102,7 +103,9 @@ def make_oracle(
     reason = _why_no_copy(model, runner, ran)
     if reason is None:
         try:
-            oracle = Oracle("float64 model", copy.deepcopy(model).double(), SwapSet(()))
+            exact = copy.deepcopy(model).double()
+            loop_over_experts(exact)  # transformers' other ways have no float64
+            oracle = Oracle("float64 model", exact, SwapSet(()))
             first = oracle.run_like(ran, model, call, runner.results)
         except Exception as error:  # noqa: BLE001  whatever the model's code raises is the reason
             reason = f"the model does not run in float64 ({type(error).__name__})"
