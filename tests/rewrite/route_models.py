@@ -254,7 +254,7 @@ class Routed(nn.Module):
         super().__init__()
         sizes = {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
         config = MixtralConfig(hidden_size=16, **sizes)  # type: ignore[arg-type]
-        config._experts_implementation = "eager"
+        config._experts_implementation = "batched_mm"  # which can be traced
         self.router, self.experts = nn.Linear(16, 4), MixtralExperts(config)
         for p in self.experts.parameters():
             nn.init.normal_(p, std=0.3)

@@ -40,8 +40,9 @@ def standing_in(function: Callable[..., Any], module: nn.Module) -> Callable[...
     """The function, marked, with name, signature and documentation of the class's forward."""
     original = class_forward(module)
     update_wrapper(function, original, updated=())
-    with suppress(TypeError, ValueError):  # of a callable that has none
-        function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    if not hasattr(original, "__wrapped__"):  # else it is found through that
+        with suppress(TypeError, ValueError):  # of a callable that has none
+            function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return mark(function)
 
 

@@ -26,7 +26,7 @@ from fastlinear.rewrite.match.calls import Kind, SiteCalls
 from fastlinear.rewrite.match.candidate import OWN, Candidate, named
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.session import Session
-from fastlinear.rewrite.swap.forwards import Forward, is_hooked, overridden
+from fastlinear.rewrite.swap.forwards import Forward, is_hooked, overridden, watched
 from fastlinear.rewrite.swap.modules import is_rewritten
 
 _BIASES = tuple(f"{name}_bias" for name in WEIGHTS)
@@ -98,6 +98,8 @@ def _implementation(module: Any) -> str:
 def _is_stack(module: nn.Module) -> bool:
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "_experts_implementation") or isinstance(options_of(module), str):
+        return False
+    if any(not isinstance(getattr(module, name, None), Tensor) for name in WEIGHTS):
         return False
     return not has_own_forward(module) and not is_rewritten(module)
 
@@ -214,13 +216,14 @@ def stacked_forward(module: nn.Module, backend: str | None) -> Forward:
     watches; under autocast, and for what ``experts`` refuses, the module's own."""
     original: Any = type(module).forward
 
-    def forward(self: Any, *args: Any, **named: Any) -> Any:
-        if type(self).forward is original and len(args) == 3 and not named and _is_plain(*args):
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(self).forward is original and len(args) == 3 and not kwargs and _is_plain(*args):
             options = options_of(self)
-            if not isinstance(options, str) and not overridden() and not _has_hooks(self):
+            seen = overridden() or watched() or _has_hooks(self)
+            if not isinstance(options, str) and not seen:
                 with suppress(InputError):  # the module says what is wrong, or takes it
                     return by_op(self, options, *args, backend)
-        return type(self).forward(self, *args, **named)
+        return type(self).forward(self, *args, **kwargs)
 
     return forward
 
