@@ -42,7 +42,12 @@ def watched() -> bool:
     for i in range(_function_modes()):
         if type(_function_mode_at(i)) is not DeviceContext:
             return True
-    return _trace() is not None or _hooked_globally()
+    return is_traced() or _hooked_globally()
+
+
+def is_traced() -> bool:
+    """Whether ``torch.jit.trace`` records ops, which takes what C++ gives it for constants."""
+    return _trace() is not None
 
 
 def overridden() -> bool:

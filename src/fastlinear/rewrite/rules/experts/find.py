@@ -26,7 +26,7 @@ from fastlinear.rewrite.match.calls import Kind, SiteCalls
 from fastlinear.rewrite.match.candidate import OWN, Candidate, named
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.session import Session
-from fastlinear.rewrite.swap.forwards import Forward, is_hooked, overridden, watched
+from fastlinear.rewrite.swap.forwards import Forward, is_hooked, is_traced, overridden
 from fastlinear.rewrite.swap.modules import is_rewritten
 
 _BIASES = tuple(f"{name}_bias" for name in WEIGHTS)
@@ -219,7 +219,7 @@ def stacked_forward(module: nn.Module, backend: str | None) -> Forward:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if type(self).forward is original and len(args) == 3 and not kwargs and _is_plain(*args):
             options = options_of(self)
-            seen = overridden() or watched() or _has_hooks(self)
+            seen = overridden() or is_traced() or _has_hooks(self)
             if not isinstance(options, str) and not seen:
                 with suppress(InputError):  # the module says what is wrong, or takes it
                     return by_op(self, options, *args, backend)
