@@ -73,10 +73,10 @@ def options_of(module: nn.Module) -> dict[str, Any] | str:
         "transposed": bool(module.is_transposed),
     }
     if gate.__name__ == _PLAIN:
-        kind = type(getattr(module, "act_fn", None))
-        name = _ACTIVATIONS.get(kind.__name__)
+        activation = type(getattr(module, "act_fn", None)).__name__
+        name = _ACTIVATIONS.get(activation)
         if name is None:
-            return f"the activation {kind.__name__} is not known"
+            return f"the activation {activation} is not known"
         return options | {"activation": name}
     known = _CLAMPED.get(kind.__name__)
     if known is None or not kind.__module__.startswith("transformers.models."):

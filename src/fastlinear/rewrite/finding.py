@@ -10,11 +10,8 @@ from fastlinear.core.timing import Ratio
 from fastlinear.profile.records import Finding
 
 OFFERED = "optimize_ puts it in place by itself where the step gains"
-_INSIDE = (
-    "linear_activation",
-    "grouped_linear",
-    "not_followed",
-)  # what one call of more computes as well
+_INSIDE = "linear_activation", "grouped_linear", "not_followed"
+"""Codes of what one call of more computes as well."""
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.device import DeviceFacts
+from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.select import select
+from fastlinear.families.experts import products
 from fastlinear.families.experts.cpu import passes
 from fastlinear.families.experts.problem import problem
 from fastlinear.families.experts.spec import FRONT
+from fastlinear.families.grouped.ragged.problem import problem as ragged
 from fastlinear.native import cpp_build
 from fastlinear.op.front import no_table
 from tests.families.experts.expert_calls import check, drawn
@@ -125,6 +128,20 @@ def test_a_gpu_takes_its_own_passes(piece: str) -> None:
         )
         assert chosen("float32", captured, precision="highest") == "triton"
     assert chosen("float64", False) == "eager"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_products_on_a_gpu_never_wait_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is predicted for ragged_linear, PyTorch's own ops read sizes."""
+    monkeypatch.setattr(products, "select", lambda p: select(p, "eager"))
+    facts = {"device": "cuda", "precision": "highest"}
+    for piece in ("forward", "step"):
+        for rows, dtype in ((8, "bfloat16"), (32768, "bfloat16"), (32768, "float32")):
+            p = ragged(
+                piece, rows, 64, 2048, 1408, dtype=dtype, needs_grad=piece == "step", **facts
+            )
+            able = {b.name for b in family(p.family).candidates(piece) if b.reason_not(p) is None}
+            assert products._chosen.__wrapped__(p) in able - {"eager"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])

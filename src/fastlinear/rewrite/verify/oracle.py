@@ -104,7 +104,7 @@ def make_oracle(
     if reason is None:
         try:
             exact = copy.deepcopy(model).double()
-            loop_over_experts(exact)  # transformers' other ways have no float64
+            loop_over_experts(exact)  # transformers' grouped_mm has no float64
             oracle = Oracle("float64 model", exact, SwapSet(()))
             first = oracle.run_like(ran, model, call, runner.results)
         except Exception as error:  # noqa: BLE001  whatever the model's code raises is the reason

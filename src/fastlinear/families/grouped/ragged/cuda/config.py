@@ -22,7 +22,7 @@ CANDIDATES: tuple[tuple[Config, float], ...] = (
 _UNHIDDEN = 0.5  # of a tile's time: its first operands and its last epilogue, as of linear_act
 
 
-_MOST_KEPT = 1024
+_MOST_KEPT = 1024  # whose two numbers are 8 KiB
 
 
 def kept(config: Config, groups: int) -> int:
