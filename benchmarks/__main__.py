@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows.add_argument("--jobs", type=int, default=8, help="processes, which compile side by side")
     rows.add_argument("--family", action="append", choices=FAMILIES)
     rows.add_argument("--backend", action="append", help="only calls that it can serve; repeatable")
+    rows.add_argument("--piece", action="append", help="only this, no whole calls; repeatable")
     given = parser.parse_args(arguments)
     try:
         if given.command == "prices":
@@ -38,8 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if given.command == "collect":
             wanted = given.family or FAMILIES
-            how = (given.seed, given.seconds, given.jobs, given.out, given.backend or ())
-            counts = collect(wanted, *how)
+            how = given.seed, given.seconds, given.jobs, given.out
+            counts = collect(wanted, *how, given.backend or (), given.piece or ())
             print(f"{counts[0]} rows of pieces, {counts[1]} of whole calls: {given.out}")
             return 0
         return _headroom(given)

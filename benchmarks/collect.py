@@ -35,6 +35,7 @@ def collect(
     jobs: int,
     out: Path,
     backends: Sequence[str] = (),
+    pieces: Sequence[str] = (),
 ) -> tuple[int, int]:
     """Write a header, rows of pieces and rows of whole calls; returns how many of each.
 
@@ -43,6 +44,7 @@ def collect(
         seconds: about how long to measure.
         jobs: processes.
         backends: only calls that one of these can serve; all if not given.
+        pieces: only these, and no whole calls; all if not given.
     """
     if not torch.cuda.is_available():
         raise UnsupportedError(
@@ -51,28 +53,30 @@ def collect(
             "none that torch sees",
             "`fastlinear calibrate --rows FILE` measures a CPU.",
         )
-    place, end = torch.device("cuda"), time.time() + seconds * (1 - _WAYS_S)
+    place, whole_s = torch.device("cuda"), 0.0 if pieces else seconds * _WAYS_S
+    end = time.time() + seconds - whole_s
     header = {
         "device": device_facts(place).slug,
         "traits": prices.traits(device_facts(place)),
         "env": environment(place),
     }
     tasks = partial(_drawn, families, seed, tuple(backends))
-    pieces, written = 0, 0
+    pieces_of = partial(_pieces, tuple(pieces))
+    parts, written = 0, 0
     with out.open("w") as file:
         file.write(json.dumps(header) + "\n")
-        for case, rows, why in measured(_pieces, tasks, device="cuda", jobs=jobs, end=end):
+        for case, rows, why in measured(pieces_of, tasks, device="cuda", jobs=jobs, end=end):
             if why:
                 print(f"{case.problem.describe()}: {why}", file=sys.stderr)
             for row in rows or ():
                 file.write(json.dumps(row) + "\n")
-                pieces += 1
+                parts += 1
             file.flush()  # a run that is cut leaves what it has
-        for row in _whole(tasks(), time.time() + seconds * _WAYS_S):
+        for row in _whole(tasks(), time.time() + whole_s):
             file.write(json.dumps(row) + "\n")
             file.flush()
             written += 1
-    return pieces, written
+    return parts, written
 
 
 def _drawn(families: Sequence[str], seed: int, backends: Sequence[str]) -> Iterator[drawn.Drawn]:
@@ -92,8 +96,8 @@ def _served(case: drawn.Drawn, backends: Sequence[str]) -> bool:
     )
 
 
-def _pieces(case: drawn.Drawn, place: torch.device) -> list[Row]:
-    return list(measure.measure_pieces(case, place))
+def _pieces(pieces: tuple[str, ...], case: drawn.Drawn, place: torch.device) -> list[Row]:
+    return list(measure.measure_pieces(case, place, pieces))
 
 
 def _whole(cases: Iterable[drawn.Drawn], end: float) -> Iterator[Row]:

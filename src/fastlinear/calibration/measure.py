@@ -57,9 +57,15 @@ def pieces_of(p: Problem) -> list[Problem]:
     return [p.with_piece(q) for q in parts]
 
 
-def measure_pieces(drawn: Drawn, device: torch.device) -> Iterator[Row]:
-    """A row for each piece of a case: on a CPU what a call takes, on a GPU what it takes there."""
+def measure_pieces(drawn: Drawn, device: torch.device, pieces: Sequence[str] = ()) -> Iterator[Row]:
+    """A row for each piece of a case: on a CPU what a call takes, on a GPU what it takes there.
+
+    Args:
+        pieces: only these; all if not given.
+    """
     for p in pieces_of(drawn.problem):
+        if pieces and p.piece not in pieces:
+            continue
         make = partial(family(p.family).make_inputs, p, device)
         with exclusive():
             sets = [make(drawn.inputs_seed)]

@@ -177,25 +177,42 @@ def rows_at(p: Problem, row: int) -> tuple[str, ...]:
 
 
 def swept(
-    name: str, p: Problem, rows: int, row: int, activation: str, *flags: str, times: int = 2
+    name: str,
+    p: Problem,
+    rows: int,
+    row: int,
+    activation: str,
+    *flags: str,
+    times: int = 2,
+    folded: bool = False,
 ) -> tuple[Work, ...]:
     """One elementwise launch over rows of numbers.
 
     Args:
         times: how often each is read or written.
+        folded: whether odd rows are read together, as ``kernels.row_tiles`` has them.
     """
+    at = () if folded else rows_at(p, row)
     return call(name, 1.0, activation, *flags), fused(
-        name, p, rows, row, activation, *flags, times=times
+        name, p, rows, row, activation, *flags, times=times, at=at
     )
 
 
 def fused(
-    name: str, p: Problem, rows: int, row: int, activation: str, *flags: str, times: int = 2
+    name: str,
+    p: Problem,
+    rows: int,
+    row: int,
+    activation: str,
+    *flags: str,
+    times: int = 2,
+    at: tuple[str, ...] | None = None,
 ) -> Work:
-    """What such a pass adds to a kernel that is launched anyhow."""
+    """What such a pass adds to a kernel that is launched anyhow. ``at``: as ``rows_at`` has it."""
     sizes = {"numbers": rows * row, "n": row}
     us = bytes_us(p, times * rows * row)
-    return Work(f"{name} pass", us, sizes, (*flags, *rows_at(p, row)), (activation,))
+    at = rows_at(p, row) if at is None else at
+    return Work(f"{name} pass", us, sizes, (*flags, *at), (activation,))
 
 
 EPILOGUE = " epilogue"

@@ -30,6 +30,8 @@ if INTERPRETED or ON_GPU:
     from fastlinear.families.linear.triton import backend
     from fastlinear.families.linear.triton import product as products
     from fastlinear.families.linear.triton.gemm_config import GemmConfig
+    from fastlinear.kernels import row_tiles
+    from fastlinear.kernels.triton import sums
 
     SPLIT = GemmConfig("pointer", 32, 32, 32, 4, 2, splits=3)
 
@@ -365,7 +367,7 @@ def tampered(monkeypatch: pytest.MonkeyPatch, kernel: str, change: Callable[...,
         name = getattr(target, "fn", target).__name__
         return launch(target, grid, change(*rest) if name == kernel else rest, *args, **options)
 
-    for module in (backend, products):
+    for module in (backend, products, sums):
         monkeypatch.setattr(module, "Launch", faulty)
 
 
@@ -405,7 +407,7 @@ FAULTS: dict[str, tuple[str, str, Callable[..., Any], set[str]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     activation, kernel, change, broken = FAULTS[fault]
-    sizes = (backend._ONE_CHUNK_ROWS + 9 if fault == "partial sums" else 33, 33, 33)
+    sizes = (row_tiles._FEW_ROWS + 9 if fault == "partial sums" else 33, 33, 33)
     check(*sizes, torch.float32, activation)
     backend._plans.clear()
     tampered(monkeypatch, kernel, change)

@@ -24,6 +24,7 @@ from fastlinear.families.linear.triton import (
 from fastlinear.families.linear.triton import backward as whole
 from fastlinear.families.linear.triton import config as triton_config
 from fastlinear.families.linear.triton import product as triton_product
+from fastlinear.kernels.triton import sums
 from tests.families import triton_offline
 from tests.families.triton_offline import FLOATS, Recorded, recorder
 
@@ -38,10 +39,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     class Facts:
         units = 132
 
-    for module in (backend, triton_product, whole, planes):
+    for module in (backend, triton_product, whole, planes, sums):
         monkeypatch.setattr(module, "Launch", recorder(made))
     for module in (triton_product, planes):
         monkeypatch.setattr(module, "device_facts", lambda device: Facts)
+    monkeypatch.setattr(backend, "units_of", lambda device: Facts.units)
     for module in (backend, whole, planes):
         module._plans.clear()
     return made
@@ -204,9 +206,15 @@ def test_grad_pre(activation: str, dtype: torch.dtype, launches: list[Recorded])
     dy, saved = (meta(200, 1024, dtype=dtype) for _ in range(2))
     backend.grad_pre(dy, saved, activation, True)
     assert len(launches) == 3  # few rows: db comes from the same launch
+    dy, saved = (meta(8191, 33, dtype=dtype) for _ in range(2))
+    backend.grad_pre(dy, saved, activation, True)  # rows begin anywhere
     for launch in launches:
-        assert_fits(launch.compile(80), 80)
-        assert_fits(launch.compile(90), 90)
+        for arch in (80, 90):
+            compiled = launch.compile(arch)
+            assert_fits(compiled, arch)
+            if launch.name == "_grad_pre_kernel":
+                ptx = compiled.asm["ptx"]
+                assert ".v4.b32" in ptx or ".v4.f32" in ptx
 
 
 @pytest.mark.parametrize("arch", [80, 90])

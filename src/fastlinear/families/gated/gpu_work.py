@@ -73,7 +73,7 @@ def _forward(p: Problem, backend: str) -> tuple[Work, ...]:
     gate = f"{NAME} {backend} gate"
     flags = (*flags_of(p, "bias", "order"), *kept)
     found = _first(p, backend)
-    found += swept(gate, p, m, h, activation, *flags, times=3)
+    found += swept(gate, p, m, h, activation, *flags, times=3, folded=_folded(p, backend))
     return found + (_layer(p, backend, "forward", m, h, n) if n else ())
 
 
@@ -90,7 +90,8 @@ def _backward(p: Problem, backend: str) -> tuple[Work, ...]:
         found += _layer(p, backend, "grad_input", m, h, n) if n else ()
         by = "elementwise" if backend in _FUSED else backend
         flags = flags_of(p, "bias", "order")
-        found += swept(f"{NAME} {by} derivative", p, m, h, activation, *flags, times=6)
+        name, folded = f"{NAME} {by} derivative", _folded(p, by)
+        found += swept(name, p, m, h, activation, *flags, times=6, folded=folded)
     found += _layer(p, backend, "grad_weight", m, h, n) if n else ()
     rows, times = _stacked(p, h)
     dw = _layer(p, backend, "grad_weight", m, k, rows, x=p.option("x") == "strided")
@@ -98,6 +99,11 @@ def _backward(p: Problem, backend: str) -> tuple[Work, ...]:
     if p.option("bias") == "yes" and n:
         found += swept("linear_act eager derivative", p, m, n, "none", "bias")
     return found
+
+
+def _folded(p: Problem, backend: str) -> bool:
+    """Whether odd rows are read together: halves in turns, or in two tensors."""
+    return backend == "elementwise" and p.option("order") in ("apart", "interleaved")
 
 
 def _layer(

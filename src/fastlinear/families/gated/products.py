@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.families.gated import reference
-from fastlinear.families.gated.stacking import Biases, Gradients, Needs, Pre, Weights, halves
+from fastlinear.families.gated.stacking import Biases, Gradients, Needs, Pre, Weights
 
 Sums = tuple[Tensor | None, Tensor | None, Tensor | None]
 """The bias gradients: of the gate (or the stack), the up and the down projection."""
@@ -150,22 +150,6 @@ def _through_first(
         if second is not None and weights.up is not None:
             dx = products.accumulated(second, weights.up, dx)
     return dx, gate_weight, up_weight
-
-
-def bias_gradients(
-    part: Tensor | None, order: str, needs: tuple[bool, bool], like: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """The sums of (2, chunks, H), in the dtype and order of the biases."""
-    if part is None:
-        return None, None
-    sums = part.sum(1).to(like.dtype)
-    if order == "apart":
-        gate, up = sums
-        return gate.clone() if needs[0] else None, up.clone() if needs[1] else None
-    both = like.new_empty(2 * sums.shape[1])
-    for half, values in zip(halves(both, None, order, 0), sums, strict=True):
-        half.copy_(values)
-    return both, None
 
 
 PYTORCH = Products(

@@ -26,7 +26,7 @@ from fastlinear.dispatch.roofline import (
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.work import Work, call
 from fastlinear.families.linear import padded_problem
-from fastlinear.families.linear.cuda import few_rows_config, planes
+from fastlinear.families.linear.cuda import columns, few_rows_config, planes
 from fastlinear.families.linear.problem import BACKWARD_PIECES, NAME, PIECES, STEP, WHOLE_BACKWARD
 from fastlinear.families.linear.triton import (
     backward_config,
@@ -36,6 +36,7 @@ from fastlinear.families.linear.triton import (
     single_config,
 )
 from fastlinear.fastpath.autograd_node import node_work
+from fastlinear.kernels.row_tiles import summed_tiles
 
 _TILES: dict[str, Tiles] = {
     "eager": LIBRARY,
@@ -78,11 +79,9 @@ def _chosen(p: Problem, pieces: tuple[str, ...]) -> tuple[Work, ...]:
 
 
 def _part(p: Problem, piece: str, backend: str) -> tuple[Work, ...]:
-    """A part of the padded backward, whose derivative is Triton's."""
-    if backend != "padded":
+    """A part of a whole backward."""
+    if backend != "padded" or piece == "grad_pre":
         return inner(p.with_piece(piece), backend)
-    if piece == "grad_pre":
-        return inner(p.with_piece(piece), "triton")
     plain = p.option("activation") == "none" and p.option("bias") == "no"
     return inner(p.with_piece(piece), backend, derived=piece == "grad_weight" or not plain)
 
@@ -110,8 +109,7 @@ def inner(p: Problem, backend: str, *, derived: bool = False) -> tuple[Work, ...
     bias = ("bias",) if p.option("bias") == "yes" else ()
     plain = activation == "none" and not bias
     if p.piece == "grad_pre":
-        name = f"{NAME} {backend} derivative"
-        return () if plain else swept(name, p, m, n, activation, *bias)
+        return () if plain else _derivative(p, backend, m, n, activation, *bias)
     sizes, layout = {
         "forward": ((m, k, n), x + w),
         "grad_input": ((m, n, k), "n" + ("n" if w == "t" else "t")),
@@ -134,6 +132,25 @@ def inner(p: Problem, backend: str, *, derived: bool = False) -> tuple[Work, ...
         return found
     kept = ("kept",) if p.needs_grad and activation != "none" else ()
     return (*found, *swept(f"{NAME} {backend}{EPILOGUE}", p, m, n, activation, *bias, *kept))
+
+
+def _derivative(
+    p: Problem, backend: str, m: int, n: int, activation: str, *bias: str
+) -> tuple[Work, ...]:
+    """dpre and its column sums; ``padded`` writes them to rows of another length."""
+    name, folded = f"{NAME} {backend} derivative", backend == "triton"
+    made = swept(name, p, m, n, activation, *bias, folded=folded)
+    if backend == "eager" or not bias or (folded and _sums_columns(p, m, n)):
+        return made
+    size = _dtype(p).itemsize
+    done = summed_tiles(m, n, size, folded, units())[2]
+    return made if done else (*made, call(f"{name} sum"))
+
+
+def _sums_columns(p: Problem, m: int, n: int) -> bool:
+    """Whether db is one launch of ``cuda.columns``."""
+    served = columns.serves_size(m, n, _dtype(p), capability())
+    return served and p.option("activation") == "none"
 
 
 def _copies(kind: str, p: Problem, derived: bool) -> tuple[Work, ...]:

@@ -22,7 +22,6 @@ from fastlinear.families.gated.products import (
     Sums,
     backward_by,
     backward_through_down,
-    bias_gradients,
     forward_by,
 )
 from fastlinear.families.gated.stacking import (
@@ -33,18 +32,23 @@ from fastlinear.families.gated.stacking import (
     Weights,
     empty_like,
     empty_pre,
+    halves,
     hidden,
     split_biases,
     split_pre,
     split_weights,
 )
-from fastlinear.families.gated.triton.config import chunk_rows, gate_config, product_config
+from fastlinear.families.gated.triton.config import product_config
 from fastlinear.families.gated.triton.dual_kernels import _down_bwd_kernel, _dual_fwd_kernel
 from fastlinear.families.gated.triton.gate_kernels import _gate_bwd_kernel, _gate_fwd_kernel
+from fastlinear.kernels.row_tiles import RowTiles, row_tiles
 from fastlinear.kernels.triton.launch import Launch
+from fastlinear.kernels.triton.sums import constants, sum_of_rows, units_of
 
 Tensor = torch.Tensor
 _MAX_PLANS = 4096
+_NUMBERS = 1024  # of a pass's tile; three tensors are read and three written
+_STAGES = 3  # of its loads
 _plans: dict[Any, Launch] = {}
 
 
@@ -93,7 +97,7 @@ def forward(
     key = ("dual", _facts(tensors), activation, order)
     launch = _plans.get(key)
     if launch is None:
-        c = product_config("forward", m, size, _units(x), _capability(x))
+        c = product_config("forward", m, size, units_of(x.device), _capability(x))
         rest = (
             *(m, size, k, *x.stride(), *gate_w.stride(), 0 if gate is None else gate.stride(0)),
             *(activation, _math(x), _step(order)),
@@ -147,18 +151,16 @@ def gate_forward(pre: Pre, activation: str, order: str, over: bool = False) -> T
 def gate_launch(tensors: tuple[Tensor, Tensor, Tensor], activation: str, order: str) -> Launch:
     """That pass over tensors laid out as these are: gate, up, h."""
     gate = tensors[0]
-    m, size = gate.shape
     key = ("gate", _facts(tensors), activation, order)
     launch = _plans.get(key)
     if launch is None:
-        c = gate_config(size)
-        columns = -(-size // c.block_n)
+        t, dense = _tiles(gate, order)
         rest = (
-            *(m, size, columns, gate.stride(0)),
-            *(activation, _math(gate), _step(order), c.block_m, c.block_n),
+            *(*t.sizes, t.across, gate.stride(0), t.unit, dense, t.cut),
+            *(activation, _math(gate), _step(order), t.block_m, t.block_n),
         )
-        grid = (-(-m // c.block_m) * columns,)
-        launch = _keep(key, Launch(_gate_fwd_kernel, grid, rest, gate.device, warps=c.warps))
+        grid = (t.down * t.across,)
+        launch = _keep(key, Launch(_gate_fwd_kernel, grid, rest, gate.device, warps=4))
     return launch
 
 
@@ -181,34 +183,68 @@ def gate_backward(
         in_place: whether h may take the memory of dh.
         over: whether dpre may take the memory of pre.
     """
-    (m, size), dpre = dh.shape, pre if over else empty_like(pre)
-    h = dh if in_place else torch.empty_like(dh)
-    rows = chunk_rows(m, size, _units(dh))
-    chunks = -(-m // rows)
-    part = _workspace((2, chunks, size), dh) if any(needs) else None
-    tensors = (dh, *split_pre(pre, order), *split_pre(dpre, order), h, part)
+    dpre, h = pre if over else empty_like(pre), dh if in_place else torch.empty_like(dh)
+    gate, up = split_pre(pre, order)
+    part, scratch = _sums_memory(gate, order) if any(needs) else (None, None)
+    tensors = (dh, gate, up, *split_pre(dpre, order), h, part, scratch)
     gate_backward_launch(tensors, activation, order)(*tensors)
-    return dpre, h, bias_gradients(part, order, needs, dh)
+    return dpre, h, _bias_gradients(part, order, needs, dh)
 
 
 def gate_backward_launch(tensors: tuple[Any, ...], activation: str, order: str) -> Launch:
     """That pass over tensors laid out as these are: dh, two pre-activations, their two gradients,
-    h, what sums the biases' gradients or None."""
-    dh = tensors[0]
-    m, size = dh.shape
+    h, what sums the biases' gradients or None, and its scratch memory or None."""
+    dh, gate = tensors[:2]
     key = ("gate backward", _facts(tensors), activation, order)
     launch = _plans.get(key)
     if launch is None:
-        c = gate_config(size)
-        rows = chunk_rows(m, size, _units(dh))
-        chunks = -(-m // rows)
+        t, dense = _tiles(gate, order)
+        summed = tensors[6] is not None
+        rows = t.chunk_rows(units_of(dh.device)) if summed else t.least_chunk
         rest = (
-            *(m, size, tensors[1].stride(0), rows, chunks * size),
-            *(activation, _math(dh), _from_out(activation), _step(order), c.block_m, c.block_n),
+            *(*t.sizes, gate.stride(0), rows, *constants(t, dense), t.cut),
+            *(activation, _math(dh), _from_out(activation), _step(order)),
+            *(t.block_m, t.block_n, _STAGES),
         )
-        grid = (-(-size // c.block_n), chunks)
-        launch = _keep(key, Launch(_gate_bwd_kernel, grid, rest, dh.device, warps=c.warps))
+        grid = (t.across, -(-t.rows // rows))
+        launch = _keep(key, Launch(_gate_bwd_kernel, grid, rest, dh.device, warps=4))
     return launch
+
+
+def _sums_memory(gate: Tensor, order: str) -> tuple[Tensor, Tensor | None]:
+    """(2, …, H) for the column sums of dgate and dup of that pass, and its scratch memory."""
+    tiles, _ = _tiles(gate, order)
+    chunks = -(-tiles.rows // tiles.chunk_rows(units_of(gate.device)))
+    part = _workspace((2, chunks * tiles.fold // tiles.added, gate.shape[1]), gate)
+    return part, _workspace((2, chunks, tiles.columns), gate) if tiles.added > 1 else None
+
+
+def _tiles(gate: Tensor, order: str) -> tuple[RowTiles, bool]:
+    """Of a pass over gate (M, H), where it lies, and dense tensors; whether gate is dense, too."""
+    m, size = gate.shape
+    dense = gate.stride(0) == _step(order) * size
+    return row_tiles(m, size, gate.itemsize, dense, _NUMBERS), dense
+
+
+def _bias_gradients(
+    part: Tensor | None, order: str, needs: tuple[bool, bool], like: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The sums of (2, rows, H) over rows, in the dtype and order of the biases."""
+    if part is None:
+        return None, None
+    _, rows, size = part.shape
+    if order == "apart":
+        first, second = gate, up = like.new_empty(size), like.new_empty(size)
+    else:
+        first, second = like.new_empty(2 * size), None
+        gate, up = halves(first, None, order, 0)
+    key = "sums", part.shape, like.dtype, like.device, order
+    launch = _plans.get(key)
+    if launch is None:
+        how = rows, size, like.device
+        launch = _keep(key, sum_of_rows(*how, step=_step(order), twice=True))
+    launch(part, gate, up)
+    return first if needs[0] else None, second if needs[1] else None
 
 
 def _through_down(
@@ -225,7 +261,7 @@ def _through_down(
     ``over``: dpre may take the memory of pre."""
     (m, n), size = dy.shape, down.shape[1]
     dpre, h = pre if over else empty_like(pre), dy.new_empty(m, size) if needs_h else None
-    c = product_config("backward", m, size, _units(dy), _capability(dy))
+    c = product_config("backward", m, size, units_of(dy.device), _capability(dy))
     tiles = -(-m // c.block_m)
     part = _workspace((2, tiles, size), dy) if any(needs[:2]) else None
     tensors = (dy, down, *split_pre(pre, order), *split_pre(dpre, order), h, part)
@@ -243,7 +279,7 @@ def _through_down(
         )
     launch(*tensors)
     down_bias = dy.sum(0) if needs[2] else None
-    return dpre, h, (*bias_gradients(part, order, needs[:2], dy), down_bias)
+    return dpre, h, (*_bias_gradients(part, order, needs[:2], dy), down_bias)
 
 
 def _keep(key: Any, launch: Launch) -> Launch:
@@ -275,11 +311,6 @@ def _step(order: str) -> int:
 
 def _workspace(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)
-
-
-def _units(t: Tensor) -> int:
-    """Multiprocessors; the CPU interpreter counts as one, so that programs walk several tiles."""
-    return device_facts(t.device).units if t.is_cuda else 1
 
 
 def _capability(t: Tensor) -> tuple[int, int]:

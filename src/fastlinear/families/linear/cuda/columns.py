@@ -36,12 +36,16 @@ def shape_for(N: int) -> Shape:
 
 def serves(dy: Tensor) -> bool:
     """Whether this kernel takes such a tensor: 16-bit on Hopper, many rows, aligned to 16 bytes."""
-    if not dy.is_cuda or dy.dtype not in _DTYPES or dy.shape[0] < MIN_ROWS or dy.shape[1] % 8:
-        return False
-    if torch.cuda.get_device_capability(dy.device) != (9, 0):
+    capability = torch.cuda.get_device_capability(dy.device) if dy.is_cuda else (0, 0)
+    if not serves_size(dy.shape[0], dy.shape[1], dy.dtype, capability):
         return False
     dense = dy.stride(1) == 1 and dy.shape[1] <= dy.stride(0) < _MAX_STRIDE
     return dense and dy.stride(0) % 8 == 0 and dy.data_ptr() % 16 == 0
+
+
+def serves_size(m: int, n: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether it takes (M, N) where rows lie well."""
+    return dtype in _DTYPES and m >= MIN_ROWS and n % 8 == 0 and capability == (9, 0)
 
 
 def source(dtype: torch.dtype, shape: Shape) -> str:

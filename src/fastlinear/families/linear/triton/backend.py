@@ -13,11 +13,7 @@ import torch
 from fastlinear.activations.reference import math_of
 from fastlinear.families.linear.cuda import columns
 from fastlinear.families.linear.triton.config import FewRowsConfig, few_rows_config_for, reason_not
-from fastlinear.families.linear.triton.elementwise import (
-    _copy_rows_kernel,
-    _grad_pre_kernel,
-    _sum_rows_kernel,
-)
+from fastlinear.families.linear.triton.elementwise import _copy_rows_kernel, _grad_pre_kernel
 from fastlinear.families.linear.triton.few_rows import _few_rows_forward_kernel
 from fastlinear.families.linear.triton.gemm_config import GemmConfig
 from fastlinear.families.linear.triton.product import (
@@ -27,15 +23,16 @@ from fastlinear.families.linear.triton.product import (
     product,
 )
 from fastlinear.kernels.cuda.prepared import Plans
+from fastlinear.kernels.row_tiles import row_tiles, summed_tiles
 from fastlinear.kernels.triton.launch import Launch
+from fastlinear.kernels.triton.sums import ColumnSums, constants, units_of
 
 __all__ = ["forward", "grad_input", "grad_pre", "grad_weight", "reason_not"]
 
 Tensor = torch.Tensor
 
 _MAX_PLANS = 4096
-_MAX_CHUNKS = 65535  # programs on a grid's second axis
-_ONE_CHUNK_ROWS = 256  # of grad_pre: up to here one program adds whole columns of db
+_STAGES = 3  # of grad_pre's loads
 
 _plans: dict[Any, Any] = {}
 _column_sums: Plans[columns.ColumnSums] = Plans()
@@ -309,7 +306,7 @@ class _FewRows:
 class _GradPre:
     """Launches of grad_pre for tensors of one kind."""
 
-    __slots__ = ("_launch", "_part_shape", "_sum")
+    __slots__ = ("_launch", "_sums")
 
     def __init__(
         self,
@@ -319,68 +316,34 @@ class _GradPre:
         need_bias_grad: bool,
         columns: int | None = None,
     ) -> None:
-        M, N = dy.shape
-        wide = columns or N
-        blocks = _grad_pre_blocks(M, N, need_bias_grad, activation, dy.itemsize)
-        block_m, block_n, chunk_rows, warps, stages = blocks
-        chunk_rows *= max(1, -(-M // (chunk_rows * _MAX_CHUNKS)))
-        chunks = -(-M // chunk_rows)
+        m, n = dy.shape
+        wide = columns or n
+        dense = wide == n and all(t is None or t.is_contiguous() for t in (dy, saved))
+        if need_bias_grad:
+            sizes = m, n, dy.itemsize
+            tiles, chunk_rows, _ = summed_tiles(*sizes, dense, units_of(dy.device))
+        else:
+            tiles = row_tiles(m, n, dy.itemsize, dense)
+            chunk_rows = tiles.least_chunk
+        across = -(-(tiles.columns + wide - n) // tiles.block_n)
         self._launch = Launch(
             _grad_pre_kernel,
-            (-(-wide // block_n), chunks),
+            (across, -(-tiles.rows // chunk_rows)),
             (
-                *(
-                    M,
-                    N,
-                    *dy.stride(),
-                    0 if saved is None else saved.stride(0),
-                    wide - N,
-                    chunk_rows,
-                ),
-                *(activation, math_of(dy.dtype), block_m, block_n, stages),
+                *(*tiles.sizes, *dy.stride(), 0 if saved is None else saved.stride(0), wide - n),
+                *(chunk_rows, *constants(tiles, dense), tiles.cut),
+                *(activation, math_of(dy.dtype), tiles.block_m, tiles.block_n, _STAGES),
             ),
             dy.device,
-            warps=warps,
+            warps=4,
         )
-        self._part_shape = None
-        if need_bias_grad and chunks > 1:
-            self._part_shape = (chunks, N)
-            rows = min(64, 1 << (chunks - 1).bit_length())
-            cols = 32 if rows >= 32 else 128
-            self._sum = Launch(
-                _sum_rows_kernel, (-(-N // cols),), (chunks, N, rows, cols), dy.device, warps=4
-            )
+        self._sums = ColumnSums(tiles, n, chunk_rows, dy.device)
 
     def run(self, dy: Tensor, saved: Tensor | None, dpre: Tensor | None, db: Tensor | None) -> None:
         """Launch; dpre (M, columns or N) and db (N,) are contiguous, and None where not wanted."""
-        if self._part_shape is None:  # one chunk: its column sums are db
-            self._launch(dy, saved, dpre, db)
-            return
-        part = torch.empty(self._part_shape, dtype=torch.float32, device=dy.device)
-        self._launch(dy, saved, dpre, part)
-        self._sum(part, db)
-
-
-def _grad_pre_blocks(
-    M: int, N: int, need_bias_grad: bool, activation: str, itemsize: int
-) -> tuple[int, int, int, int, int]:
-    """Rows and columns of a block, rows of a program's chunk (a multiple of the block's), warps,
-    and stages of the load pipeline."""
-    if not need_bias_grad:
-        return 8, 256, 8, 4, 1
-    if M <= _ONE_CHUNK_ROWS:
-        # A second launch would cost more than the chip left idle.
-        block_m = min(64, 1 << (M - 1).bit_length())
-        return block_m, 32, block_m * -(-M // block_m), 4, 1
-    # Long chunks amortise the column sums; short ones fill the chip.
-    identity = activation == "none"
-    block_m, block_n = 16 if identity else 8, 512
-    programs = -(-M // block_m) * -(-N // block_n)
-    if identity:  # a third of the traffic: more of it has to be under way
-        return block_m, block_n, block_m * max(1, min(8, programs // 384)), 4, 3
-    if itemsize == 2 and activation != "gelu" and programs >= 16 * 384:  # gelu would spill
-        return block_m, block_n, block_m * 16, 4, 3
-    return block_m, block_n, block_m * max(1, min(16, programs // 512)), 4, 1
+        part, scratch = self._sums.memory(db)
+        self._launch(dy, saved, dpre, part, scratch)
+        self._sums.run(part, db)
 
 
 def _remember(key: Any, plan: Any) -> Any:

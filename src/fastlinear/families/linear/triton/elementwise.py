@@ -6,6 +6,40 @@ import triton
 import triton.language as tl
 
 from fastlinear.activations.triton import activation_grad
+from fastlinear.kernels.triton.sums_kernels import store_sums
+
+
+@triton.jit
+def _grad_pre_tile(
+    dy_ptr,
+    saved_ptr,
+    dpre_ptr,
+    rows,
+    cols,
+    row_mask,
+    ends,
+    dpre_ends,
+    dy_row_stride,
+    dy_col_stride,
+    saved_row_stride,
+    dpre_row_stride,
+    ACTIVATION: tl.constexpr,
+    MATH: tl.constexpr,
+):
+    """dpre of a tile in float32, written in its own dtype; rows have ``ends`` numbers, and dpre's
+    ``dpre_ends``: numbers or (rows, 1)."""
+    mask = row_mask[:, None] & (cols[None, :] < ends)
+    offs = rows[:, None] * dy_row_stride + cols.to(tl.int64)[None, :] * dy_col_stride
+    grad = tl.load(dy_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if saved_ptr is not None:
+        offs = rows[:, None] * saved_row_stride + cols[None, :]
+        saved = tl.load(saved_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        grad = activation_grad(grad, saved, ACTIVATION, MATH)
+    if dpre_ptr is not None:
+        to = dpre_ptr + rows[:, None] * dpre_row_stride + cols[None, :]
+        mask = row_mask[:, None] & (cols[None, :] < dpre_ends)
+        tl.store(to, grad.to(dpre_ptr.dtype.element_ty), mask=mask)
+    return grad
 
 
 @triton.jit
@@ -14,13 +48,21 @@ def _grad_pre_kernel(
     saved_ptr,
     dpre_ptr,
     part_ptr,
+    scratch_ptr,
     M,
-    N,
+    units,
+    last,
     dy_row_stride,
     dy_col_stride,
     saved_row_stride,
     more_columns,
     chunk_rows,
+    fold,
+    UNIT: tl.constexpr,
+    DENSE: tl.constexpr,
+    FOLD: tl.constexpr,
+    EACH: tl.constexpr,
+    CUT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     MATH: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -29,54 +71,40 @@ def _grad_pre_kernel(
 ):
     """One program computes dpre on chunk_rows rows (a multiple of BLOCK_M) by BLOCK_N columns.
 
-    dpre has N + more_columns columns, zeros in those: a sum, so that odd N hides from the compiler
-    how aligned they are. It would give threads 8 neighbours each, of which dy's have to be loaded
-    one by one, from all over the memory. ``saved_ptr`` (M, N) is None for "none". ``part_ptr``,
-    when not None, is (chunks, N) and takes the chunk's column sums of dpre (before rounding): the
-    first stage of db in float32, or, with one chunk, db itself in its own dtype.
+    N = units UNIT; DENSE: all have their rows behind each other. CUT: the last row has ``last``
+    numbers. It is apart, as where it ends hides from the compiler how aligned masks are. dpre has
+    N + more_columns columns, zeros in those: a sum, so that odd N hides it as well. It would give
+    threads 8 neighbours each, of which dy's have to be loaded one by one, from all over the memory.
+    ``saved_ptr`` (M, N) is None for "none". ``part_ptr``, when not None, takes the chunk's column
+    sums of dpre (before rounding), as ``store_sums`` has it: the first stage of db in float32, or,
+    with one chunk, db itself in its own dtype.
     """
-    dpre_columns = N + more_columns
+    N = units * UNIT
+    if DENSE:
+        dy_row_stride, saved_row_stride = N, N
     chunk = tl.program_id(1)
-    col_offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    col_mask = col_offs < N
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_begin = chunk * chunk_rows
     row_end = tl.minimum(row_begin + chunk_rows, M)
-    dy_cols = col_offs.to(tl.int64)[None, :] * dy_col_stride
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for row in tl.range(row_begin, row_end, BLOCK_M, num_stages=STAGES):
-        row_offs = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
-        mask = (row_offs < row_end)[:, None] & col_mask[None, :]
-        dy = tl.load(dy_ptr + row_offs[:, None] * dy_row_stride + dy_cols, mask=mask, other=0.0)
-        grad = dy.to(tl.float32)
-        if saved_ptr is not None:
-            saved_ptrs = saved_ptr + row_offs[:, None] * saved_row_stride + col_offs[None, :]
-            saved = tl.load(saved_ptrs, mask=mask, other=0.0).to(tl.float32)
-            grad = activation_grad(grad, saved, ACTIVATION, MATH)
-        if dpre_ptr is not None:
-            out_ptrs = dpre_ptr + row_offs[:, None] * dpre_columns + col_offs[None, :]
-            out_mask = (row_offs < row_end)[:, None] & (col_offs < dpre_columns)[None, :]
-            tl.store(out_ptrs, grad.to(dpre_ptr.dtype.element_ty), mask=out_mask)
-        if part_ptr is not None:
-            total += grad
+    dpre_columns = N + more_columns
+    whole_end = row_end
+    if CUT and row_end == M:
+        whole_end -= (M - row_begin - 1) % BLOCK_M + 1
+    given = dy_ptr, saved_ptr, dpre_ptr
+    strides = dy_row_stride, dy_col_stride, saved_row_stride, dpre_columns
+    for row in tl.range(row_begin, whole_end, BLOCK_M, num_stages=STAGES):
+        rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        place = rows, cols, rows < row_end, N, dpre_columns
+        total += _grad_pre_tile(*given, *place, *strides, ACTIVATION, MATH)
+    if CUT and row_end == M:
+        rows = (whole_end + tl.arange(0, BLOCK_M)).to(tl.int64)
+        ends = tl.where(rows < M - 1, N, last)[:, None]
+        place = rows, cols, rows < M, ends, ends
+        total += _grad_pre_tile(*given, *place, *strides, ACTIVATION, MATH)
     if part_ptr is not None:
-        part_ptrs = part_ptr + chunk.to(tl.int64) * N + col_offs
         sums = tl.sum(total, axis=0)
-        tl.store(part_ptrs, sums.to(part_ptr.dtype.element_ty), mask=col_mask)
-
-
-@triton.jit
-def _sum_rows_kernel(part_ptr, out_ptr, ROWS, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One program adds all ROWS rows of part (ROWS, N) float32 on BLOCK_N columns, in order."""
-    col_offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    col_mask = col_offs < N
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for row in range(0, ROWS, BLOCK_M):
-        row_offs = row + tl.arange(0, BLOCK_M)
-        mask = (row_offs < ROWS)[:, None] & col_mask[None, :]
-        offs = row_offs.to(tl.int64)[:, None] * N + col_offs[None, :]
-        total += tl.load(part_ptr + offs, mask=mask, other=0.0)
-    sums = tl.sum(total, axis=0)
-    tl.store(out_ptr + col_offs, sums.to(out_ptr.dtype.element_ty), mask=col_mask)
+        store_sums(part_ptr, scratch_ptr, sums, chunk, cols, N, fold, FOLD, EACH)
 
 
 @triton.jit
