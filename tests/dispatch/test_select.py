@@ -27,7 +27,8 @@ from fastlinear.dispatch.explain import Explanation
 from fastlinear.dispatch.prices import Price, Prices, name_of
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.tune import tune, winner
-from fastlinear.dispatch.work import host
+from fastlinear.dispatch.work import Work, host
+from fastlinear.dispatch.work import call as launch
 from fastlinear.families.linear.problem import problem
 
 select_module = importlib.import_module("fastlinear.dispatch.select")
@@ -148,6 +149,47 @@ def test_the_other_regime_stands_in(toy: Family, monkeypatch: pytest.MonkeyPatch
     entries[inside.key()] = entry | {"best": "fast"}
     assert select(inside).backend.name == "fast"
     assert select(outside).backend.name == "slow"
+
+
+def test_a_piece_by_the_call_pays_for_the_longer_of_host_and_device(
+    toy: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where autograd keeps the host busy, what spares it is taken; in a graph what is fastest."""
+    quick, lean = ("slow", "fast")  # as the family names its backends
+
+    def work(p: Problem, backend: str) -> tuple[Work, ...]:
+        return (launch(backend), host(backend))
+
+    pieces = ("forward", "backward", "step")
+    backends = tuple(replace(b, piece=q) for q in pieces for b in toy.backends if b.name != "picky")
+    register_family(replace(toy, pieces=pieces, backends=backends, gpu_work=work))
+    us = {f"half {quick} call": 30.0, f"half {lean} call": 40.0, "any toy node host": 150.0}
+    us |= {f"any {quick} host": 31.0, f"any {lean} host": 6.0}
+    known = {kind: Price(math.log(t)) for kind, t in us.items()}
+    monkeypatch.setattr(select_module, "prices", lambda _: Prices("here", known))
+    monkeypatch.setattr(select_module, "tuned", lambda *_: None)
+    p = replace(call(), dtype="bfloat16", device="cuda", needs_grad=True)
+    for piece in ("forward", "backward"):
+        by_call = select(p.with_piece(piece))
+        assert by_call.backend.name == lean
+        assert "toy node host" in by_call.reason
+        assert select(replace(p.with_piece(piece), captured=True)).backend.name == quick
+    assert select(replace(p, needs_grad=False)).backend.name == quick
+    long = dict(known) | {f"half {lean} call": Price(math.log(400.0))}
+    monkeypatch.setattr(select_module, "prices", lambda _: Prices("here", long))
+    assert select(p).backend.name == quick
+
+
+@pytest.mark.parametrize("name", ["linear_act", "mlp", "gated_mlp", "grouped_linear"])
+def test_pieces_share_the_time_for_autograd(name: str) -> None:
+    pieces = [q for q in family(name).pieces if q != "step"]
+    dims = (("M", 8), ("K", 8), ("N", 8))
+    p = Problem(name, "forward", dims, "float32", "cuda", needs_grad=True)
+    shares = {q: select_module._share_of_node(p.with_piece(q))[0].units for q in pieces}
+    parts = {q for q in pieces if q not in ("forward", "backward")}
+    assert shares["forward"] + shares["backward"] == pytest.approx(1.0)
+    if parts:
+        assert sum(shares[q] for q in parts) == pytest.approx(shares["backward"])
 
 
 def test_default_passes_over_what_cannot_serve(toy: Family) -> None:

@@ -22,11 +22,16 @@ from fastlinear.core.settings import BATCH_INVARIANT
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.cache import tuned
 from fastlinear.dispatch.prices import Prediction, prices
+from fastlinear.dispatch.work import Work, host
 
 BASELINE = "eager"
+STEP = "step"
+"""The piece that a training call is as a whole."""
 # Of PyTorch's time, within which its own ops win: predictions of a GPU are off by 12 to 20% (rms).
 # Of 1,171 drawn calls 14 then are over 5% slower than PyTorch's; with 0.03 it would be 22.
 _TIE = {"cpu": 0.03, "cuda": 0.1}
+# A backward has two products for each of its forward.
+_NODE_SHARES = {"forward": 1 / 3, "backward": 2 / 3}
 
 
 @dataclass(frozen=True)
@@ -128,14 +133,29 @@ def predictions(problem: Problem, able: Sequence[Backend]) -> dict[str, Predicti
     known, priced = family(problem.family), prices(problem.device)
     if priced is None:
         return {}
-    found = {}
+    found, node = {}, _share_of_node(problem)
     for backend in able:
         works = known.work_of(problem, backend.name)
-        told = None if works is None else priced.of_call(problem, works)
+        told = None if works is None else priced.of_call(problem, (*works, *node))
         if told is not None:
             found[backend.name] = told
     missing = any(b.name == BASELINE for b in able) and BASELINE not in found
     return {} if missing else found
+
+
+def _share_of_node(problem: Problem) -> tuple[Work, ...]:
+    """What a piece of a training call has of the host's time for autograd.
+
+    A GPU computes meanwhile, so that a piece pays for what it adds to the longer of both.
+    """
+    pieces = family(problem.family).pieces
+    by_call = problem.device == "cuda" and problem.needs_grad and not problem.captured
+    if not by_call or problem.piece == STEP or STEP not in pieces or "backward" not in pieces:
+        return ()
+    share = _NODE_SHARES.get(problem.piece)
+    if share is None:  # a part of the backward
+        share = _NODE_SHARES["backward"] / (len(pieces) - len((*_NODE_SHARES, STEP)))
+    return (host(f"{problem.family} node", share),)
 
 
 def _predicted(

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family
+from fastlinear.dispatch.select import STEP as STEP
 from fastlinear.dispatch.select import Choice, select
 from fastlinear.dispatch.work import Work
 
 PIECES = ("forward", "backward")
-STEP = "step"
 
 
 def choices_of(
