@@ -118,6 +118,7 @@ def tiled(
     triton: bool = False,
     launched: Launched | None = None,
     plain: bool = False,
+    rows: tuple[int, int, int] | None = None,
 ) -> tuple[Work, ...]:
     """A launch that multiplies (m, k) @ (k, n), of a Problem's dtype.
 
@@ -128,12 +129,14 @@ def tiled(
             of multiples of 16 numbers.
         launched: the tile and its slices where they are known.
         plain: whether a kernel of ours multiplies float32 as it is, without matrix units.
+        rows: numbers from row to row of both operands and the result; dense as ``layout`` says if
+            not given.
     """
     flags += ("plain",) if plain else ()
     if launched is not None:
         flags += f"tile:{launched[0]}x{launched[1]}", *(("sliced",) if launched[2] > 1 else ())
     itemsize = FLOAT_DTYPES[p.dtype].itemsize
-    inner = (k if layout[0] == "n" else m, k if layout[1] == "t" else n, n)
+    inner = rows or dense_rows(m, k, n, layout)
     rate = flops_per_us(p, ours=tiles is not LIBRARY and not plain)
     sizes = {"m": m, "k": k, "n": n, "mn": m * n, "mkn": m * k * n, "kn": k * n, "mk": m * k}
     variants = (
@@ -159,6 +162,11 @@ def tiled(
             tuple(v for v, is_ in variants if is_),
         ),
     )
+
+
+def dense_rows(m: int, k: int, n: int, layout: str) -> tuple[int, int, int]:
+    """Numbers from row to row of operands and result that are dense."""
+    return k if layout[0] == "n" else m, k if layout[1] == "t" else n, n
 
 
 def of_rows(

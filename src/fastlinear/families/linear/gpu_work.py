@@ -17,7 +17,9 @@ from fastlinear.dispatch.roofline import (
     Tiles,
     bytes_us,
     capability,
+    dense_rows,
     hosts,
+    on_device,
     rows_at,
     swept,
     tiled,
@@ -27,7 +29,14 @@ from fastlinear.dispatch.select import select
 from fastlinear.dispatch.work import Work, call
 from fastlinear.families.linear import padded_problem
 from fastlinear.families.linear.cuda import columns, few_rows_config, planes
-from fastlinear.families.linear.problem import BACKWARD_PIECES, NAME, PIECES, STEP, WHOLE_BACKWARD
+from fastlinear.families.linear.problem import (
+    BACKWARD_PIECES,
+    NAME,
+    PIECES,
+    STEP,
+    WHOLE_BACKWARD,
+    problem,
+)
 from fastlinear.families.linear.triton import (
     backward_config,
     config,
@@ -116,6 +125,8 @@ def inner(p: Problem, backend: str, *, derived: bool = False) -> tuple[Work, ...
         "grad_weight": ((n, m, k), "t" + ("n" if x == "n" else "t")),
     }[p.piece]
     kind = "torch" if backend == "eager" else f"{NAME} {backend} {p.piece}"
+    if backend == "padded" and not padded_problem.writes_odd_rows(p, capability()):
+        return (*_aligned_layer(p), *_copies(kind, p, derived))
     if backend == "few_rows":
         found = _few_rows(kind, p, *sizes)
     elif backend == "triton":
@@ -125,7 +136,9 @@ def inner(p: Problem, backend: str, *, derived: bool = False) -> tuple[Work, ...
     elif backend == "triton_planes":
         found = _triton_planes(kind, p, *sizes, layout)
     else:
-        found = tiled(kind, p, *sizes, layout, tiles=_TILES[backend])
+        found = tiled(
+            kind, p, *sizes, layout, tiles=_TILES[backend], rows=_rows(p, backend, sizes, layout)
+        )
     if backend == "padded":
         found += _copies(kind, p, derived)
     if p.piece != "forward" or plain:
@@ -151,6 +164,24 @@ def _sums_columns(p: Problem, m: int, n: int) -> bool:
     """Whether db is one launch of ``cuda.columns``."""
     served = columns.serves_size(m, n, _dtype(p), capability())
     return served and p.option("activation") == "none"
+
+
+def _aligned_layer(p: Problem) -> tuple[Work, ...]:
+    """What is chosen for the piece of copies that are aligned."""
+    m, k, n = _sizes(p)
+    forward = p.piece == "forward"
+    q = problem(
+        *(p.piece, m, padded_problem.padded_size(k), padded_problem.padded_size(n)),
+        dtype=p.dtype,
+        device=p.device,
+        activation=p.option("activation") if forward else "none",
+        bias=p.option("bias") == "yes" or not forward,
+        needs_grad=p.needs_grad,
+        w_layout="kn" if p.option("w") == "kn" and p.piece != "grad_weight" else "nk",
+        precision=p.precision,
+        captured=p.captured,
+    )
+    return on_device(work(q, select(q, ready=False).backend.name) or ())
 
 
 def _copies(kind: str, p: Problem, derived: bool) -> tuple[Work, ...]:
@@ -278,6 +309,17 @@ def _row(p: Problem, operand: str) -> int:
     return n if operand == "dpre" or p.option("w") == "kn" else k
 
 
+def _rows(
+    p: Problem, backend: str, sizes: tuple[int, int, int], layout: str
+) -> tuple[int, int, int]:
+    """Numbers from row to row of a piece's operands and its result; those of x may be any."""
+    a, b, c = dense_rows(*sizes, layout)
+    if p.option("x") != "rows_odd" or backend == "padded":  # which copies them
+        return a, b, c
+    x = _row(p, "x")
+    return x if p.piece == "forward" else a, x if p.piece == "grad_weight" else b, c
+
+
 def _triton(kind: str, p: Problem, sizes: tuple[int, int, int], layout: str) -> tuple[Work, ...]:
     """Triton's product, by the model that chooses its tile in 16 bits."""
     rows, depth, columns = sizes
@@ -285,13 +327,15 @@ def _triton(kind: str, p: Problem, sizes: tuple[int, int, int], layout: str) -> 
     few = config.few_rows_config_for(rows, depth, columns, dtype)
     if p.piece == "forward" and layout[1] == "t" and few is not None:
         return tiled(f"{kind} few rows", p, *sizes, layout, tiles=FEW_ROWS, triton=True)
-    inner = (depth if layout[0] == "n" else rows, depth if layout[1] == "t" else columns, columns)
+    inner = _rows(p, "triton", sizes, layout)
     aligned = all(row * dtype.itemsize % 16 == 0 for row in inner)
     if dtype.itemsize == 4:
         c = single_config.config_for(rows, depth, columns, chip, aligned, layout == "nt")
         launched = c.block_r, c.block_c, c.splits
         plain = config.dot_precision(depth, rows, columns) == "ieee"
-        made = tiled(kind, p, *sizes, layout, tiles=OURS, launched=launched, plain=plain)
+        made = tiled(
+            *(kind, p, *sizes, layout), tiles=OURS, launched=launched, plain=plain, rows=inner
+        )
         return (*made, *_sum(kind, c.splits))
     wide = aligned or inner[0] % 16 == 0, aligned or inner[1] % 16 == 0
     c = product_config.config_for(*sizes, dtype, chip, aligned, wide)
