@@ -215,6 +215,8 @@ def _diagonal(rng: Random) -> _Draw:
 def _grouped(rng: Random) -> _Draw:
     order = rng.choice(("tokens", "tokens", "groups", "channels"))
     length = _log_uniform(rng, 1, 4096) if order == "channels" else 0
+    if length == 1:  # the same memory
+        order, length = "tokens", 0
     batch = _log_uniform(rng, 1, max(1, _MOST_ROWS // max(1, length)))
     rows = batch * max(1, length)
     k = width(rng, 1024)

@@ -131,7 +131,7 @@ class Together(torch.autograd.Function):
         ys, pre = formula.forward(xs, weights, biases)  # type: ignore[arg-type]
         # Copies of outputs: autograd hands out all that is saved or nothing, and one output changed
         # in place must not take the gradients of the others.
-        copies = [y.clone() for y in ys] if formula.keeps == "output" else []
+        copies = layout.copies(ys) if formula.keeps == "output" else []
         kept: Any = {"none": (), "output": copies, "pre": (pre,)}[formula.keeps]
         # The same is kept whatever is wanted, as by the node in C++: a checkpoint counts on it.
         ctx.save_for_backward(*given, *kept)

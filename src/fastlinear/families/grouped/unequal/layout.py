@@ -255,6 +255,15 @@ def result(buffer: Tensor, shape: Shape, at: int) -> Tensor:
     return buffer.new_empty(0).set_(memory, at, shape, _dense_strides(shape))  # type: ignore[call-overload,no-any-return]
 
 
+def copies(results: Sequence[Tensor]) -> list[Tensor]:
+    """Of the results of one buffer: views of one copy of it all."""
+    first = results[0]
+    memory = first.untyped_storage()
+    whole = first.new_empty(0).set_(memory, 0, (memory.nbytes() // first.itemsize,), (1,))  # type: ignore[call-overload]
+    copy = whole.clone()
+    return [copy.as_strided(t.shape, t.stride(), t.storage_offset()) for t in results]
+
+
 def _dense_strides(shape: Shape) -> list[int]:
     strides = [1] * len(shape)
     for i in range(len(shape) - 1, 0, -1):
