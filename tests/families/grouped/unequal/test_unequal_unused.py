@@ -4,13 +4,15 @@ own."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastlinear as fl
-from fastlinear.families.grouped.unequal.autograd import loop
+from fastlinear.families.grouped.unequal.autograd import Formula, applied, loop
 from fastlinear.families.grouped.unequal.spec import FRONT
 from fastlinear.fastpath import autograd_node, lookup
 from tests.families.unserved import unserved
@@ -136,3 +138,31 @@ def test_what_a_gradient_reads_may_not() -> None:
         lists[0][0].add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(ys[0].sum(), lists[1][0])
+
+
+def test_outputs_that_are_kept_are_copied_at_once() -> None:
+    """One operation for all groups, also where another was changed in place."""
+
+    class Clones(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.count += func is torch.ops.aten.clone.default
+            return func(*args, **(kwargs or {}))
+
+    if unserved(torch.float32) is not None:
+        pytest.skip("not served here")
+    given = groups()
+    xs, ws, _ = given
+    with Clones() as clones:
+        ys = applied(Formula("relu"), *given)
+    assert clones.count == 1
+    expected = loop(*given, "relu")
+    for y, theirs in zip(ys, expected, strict=True):
+        torch.testing.assert_close(y, theirs)
+    with torch.no_grad():
+        ys[0].zero_()
+    found = torch.autograd.grad([y.sum() for y in ys[1:]], [*xs[1:], *ws[1:]])
+    same(found, torch.autograd.grad([y.sum() for y in expected[1:]], [*xs[1:], *ws[1:]]))
