@@ -31,7 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     rows.add_argument("--jobs", type=int, default=8, help="processes, which compile side by side")
     rows.add_argument("--family", action="append", choices=FAMILIES)
     rows.add_argument("--backend", action="append", help="only calls that it can serve; repeatable")
-    rows.add_argument("--piece", action="append", help="only this, no whole calls; repeatable")
+    pieces = ("forward", "grad_pre", "grad_input", "grad_weight", "backward", "step")
+    rows.add_argument(
+        "--piece", action="append", choices=pieces, help="only this, no whole calls; repeatable"
+    )
     given = parser.parse_args(arguments)
     try:
         if given.command == "prices":

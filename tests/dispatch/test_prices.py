@@ -133,6 +133,18 @@ def test_pytorch_wins_ties() -> None:
     assert select(p).backend.name == "eager"
 
 
+def test_kinds_that_the_users_prices_do_not_know_are_the_shipped_ones() -> None:
+    """They may come from before there were such kinds."""
+    shipped = prices.prices("cpu")
+    assert shipped is not None
+    first, *others = shipped.by_kind
+    _write(replace(shipped, by_kind={first: Price(1.5)}))
+    found = prices.prices("cpu")
+    assert found is not None
+    assert found.by_kind[first].level == 1.5
+    assert all(found.by_kind[kind] == shipped.by_kind[kind] for kind in others)
+
+
 @pytest.mark.parametrize("content", ["", "{}", '{"format": 99}', "[1]", '{"format": 1}'])
 def test_corrupt_prices_are_ignored_with_one_warning(content: str) -> None:
     path = prices.own_path(device_facts("cpu"))

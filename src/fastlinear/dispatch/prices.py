@@ -210,12 +210,22 @@ def name_of(kind: str, dtype: str, variant: str = "") -> str:
 
 
 def prices(device: str) -> Prices | None:
-    """The prices of a device type (``"cpu"``, ``"cuda"``): the user's, else shipped ones; None
-    where nothing like it was shipped."""
+    """The prices of a device type (``"cpu"``, ``"cuda"``): the user's, and shipped ones of what
+    those do not know; None where nothing like it was shipped."""
     if device == "cuda" and not torch.cuda.is_available():
         return None
     facts = device_facts(device)
-    return _read(own_path(facts)) or shipped(facts)
+    own = _read(own_path(facts))
+    return shipped(facts) if own is None else _completed(own_path(facts), most_alike(facts))
+
+
+@lru_cache(maxsize=8)
+def _completed(path: Path, like: str) -> Prices | None:
+    """The user's prices at a path, and a shipped device's of kinds that came after them."""
+    own, base = _read(path), of_device(like)
+    if own is None or base is None:
+        return own
+    return Prices(own.device, {**base.by_kind, **own.by_kind}, own.source)
 
 
 def shipped(facts: DeviceFacts) -> Prices | None:
@@ -309,3 +319,4 @@ def remove(device: str) -> Path | None:
 def forget() -> None:
     """Have the user's prices read again."""
     _read.cache_clear()
+    _completed.cache_clear()

@@ -134,6 +134,8 @@ def predictions(problem: Problem, able: Sequence[Backend]) -> dict[str, Predicti
     if priced is None:
         return {}
     found, node = {}, _share_of_node(problem)
+    if node and priced.of_call(problem, node) is None:  # the same for all, where anybody tells it
+        node = ()
     for backend in able:
         works = known.work_of(problem, backend.name)
         told = None if works is None else priced.of_call(problem, (*works, *node))

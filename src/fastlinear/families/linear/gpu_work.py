@@ -181,7 +181,8 @@ def _aligned_layer(p: Problem) -> tuple[Work, ...]:
         precision=p.precision,
         captured=p.captured,
     )
-    return on_device(work(q, select(q, ready=False).backend.name) or ())
+    known = work(q, select(q, ready=False).backend.name)
+    return inner(q, "eager") if known is None else on_device(known)  # or others' own backend
 
 
 def _copies(kind: str, p: Problem, derived: bool) -> tuple[Work, ...]:

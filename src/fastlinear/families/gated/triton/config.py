@@ -54,15 +54,6 @@ def gate_config(h: int) -> GateConfig:
     return GateConfig(_TILE // block_n, block_n)
 
 
-@lru_cache(maxsize=1024)
-def chunk_rows(m: int, h: int, units: int) -> int:
-    """Rows that a program of the backward pass walks, for about four programs a multiprocessor."""
-    config = gate_config(h)
-    tiles, columns = -(-m // config.block_m), -(-h // config.block_n)
-    chunks = max(1, min(tiles, 4 * units // columns, _MAX_INT // 2**16))
-    return -(-tiles // chunks) * config.block_m
-
-
 # Larger tiles spill on every architecture: both pre-activations and three results are in registers.
 _PRODUCTS = (
     ProductConfig(128, 64, 64, 8, 3),

@@ -36,7 +36,9 @@ def shape_for(N: int) -> Shape:
 
 def serves(dy: Tensor) -> bool:
     """Whether this kernel takes such a tensor: 16-bit on Hopper, many rows, aligned to 16 bytes."""
-    capability = torch.cuda.get_device_capability(dy.device) if dy.is_cuda else (0, 0)
+    if not dy.is_cuda or dy.shape[0] < MIN_ROWS or dy.dtype not in _DTYPES:
+        return False
+    capability = torch.cuda.get_device_capability(dy.device)
     if not serves_size(dy.shape[0], dy.shape[1], dy.dtype, capability):
         return False
     dense = dy.stride(1) == 1 and dy.shape[1] <= dy.stride(0) < _MAX_STRIDE
