@@ -71,13 +71,14 @@ def _grad_pre_kernel(
 ):
     """One program computes dpre on chunk_rows rows by BLOCK_N columns.
 
-    Of several chunks, rows are a multiple of BLOCK_M. N = units UNIT; DENSE: all have their rows
+    Of several chunks the rows are a multiple of BLOCK_M. N = units UNIT; DENSE: all have their rows
     behind each other. CUT: the last row has ``last`` numbers. It is apart, as where it ends hides
-    from the compiler how aligned masks are. dpre has N + more_columns columns, zeros in those: a sum, so that odd N hides it as well. It would give
-    threads 8 neighbours each, of which dy's have to be loaded one by one, from all over the memory.
-    ``saved_ptr`` (M, N) is None for "none". ``part_ptr``, when not None, takes the chunk's column
-    sums of dpre (before rounding), as ``store_sums`` has it: the first stage of db in float32, or,
-    with one chunk, db itself in its own dtype.
+    from the compiler how aligned masks are. dpre has N + more_columns columns, zeros in those: a
+    sum, so that odd N hides it as well. It would give threads 8 neighbours each, of which dy's have
+    to be loaded one by one, from all over the memory. ``saved_ptr`` (M, N) is None for "none".
+    ``part_ptr``, when not None, takes the chunk's column sums of dpre (before rounding), as
+    ``store_sums`` has it: the first stage of db in float32, or, with one chunk, db itself in its
+    own dtype.
     """
     N = units * UNIT
     if DENSE:  # of one column any stride is given
