@@ -16,13 +16,13 @@ from fastlinear.families.experts.triton.kernels import (
     _gather_kernel,
     _sort_kernel,
 )
-from fastlinear.families.gated.triton.config import gate_config
 from fastlinear.families.grouped.ragged.layout import with_rows
 from fastlinear.families.grouped.triton import tensors
 from fastlinear.families.grouped.triton.config import padded
 from fastlinear.kernels.triton.launch import Launch
 
 _MOST_SLOTS = 4096  # that a program of the sort looks at together
+_NUMBERS = 2048  # of a tile
 _plans: dict[Any, Launch] = {}
 
 
@@ -61,11 +61,11 @@ def gather(x: Tensor, order: Tensor, top: int, weight: Tensor | None = None) -> 
     """
     x, slots, h = with_rows(x), order.shape[0], x.shape[1]
     out = tensors.vector((slots, h), x)
-    c = gate_config(h)
-    columns = -(-h // c.block_n)
-    rest = (slots, columns, x.stride(0), top, h, c.block_m, c.block_n)
-    grid = (-(-slots // c.block_m) * columns,)
-    _run(_gather_kernel, grid, rest, (x, order, weight, out), warps=c.warps)
+    block_m, block_n = _tile(h)
+    columns = -(-h // block_n)
+    rest = (slots, columns, x.stride(0), top, h, block_m, block_n)
+    grid = (-(-slots // block_m) * columns,)
+    _run(_gather_kernel, grid, rest, (x, order, weight, out), warps=4)
     return tensors.rounded(out, x)
 
 
@@ -81,11 +81,11 @@ def combine(rows: Tensor, place: Tensor, top: int, weight: Tensor | None = None)
     slots, h = rows.shape
     tokens = slots // top
     out = tensors.vector((tokens, h), rows)
-    c = gate_config(h)
-    columns = -(-h // c.block_n)
-    rest = (tokens, columns, top, h, c.block_m, c.block_n)
-    grid = (-(-tokens // c.block_m) * columns,)
-    _run(_combine_kernel, grid, rest, (rows, place, weight, out), warps=c.warps)
+    block_m, block_n = _tile(h)
+    columns = -(-h // block_n)
+    rest = (tokens, columns, top, h, block_m, block_n)
+    grid = (-(-tokens // block_m) * columns,)
+    _run(_combine_kernel, grid, rest, (rows, place, weight, out), warps=4)
     return tensors.rounded(out, rows)
 
 
@@ -93,11 +93,11 @@ def gate_forward(pre: Tensor, gate: Gate) -> Tensor:
     """h (S, I), dense, of pre (S, 2I), dense."""
     slots, size = pre.shape[0], pre.shape[1] // 2
     h = tensors.vector((slots, size), pre)
-    c = gate_config(size)
-    columns = -(-size // c.block_n)
-    rest = (slots, size, columns, pre.stride(0), *_constants(pre, gate), c.block_m, c.block_n)
-    grid = (-(-slots // c.block_m) * columns,)
-    _run(_expert_gate_fwd_kernel, grid, rest, (*gate.split(pre), h), warps=c.warps)
+    block_m, block_n = _tile(size)
+    columns = -(-size // block_n)
+    rest = (slots, size, columns, pre.stride(0), *_constants(pre, gate), block_m, block_n)
+    grid = (-(-slots // block_m) * columns,)
+    _run(_expert_gate_fwd_kernel, grid, rest, (*gate.split(pre), h), warps=4)
     return tensors.rounded(h, pre)
 
 
@@ -129,20 +129,26 @@ def gate_backward(
     dpre = tensors.vector(tuple(pre.shape), pre) if needs[0] else None
     h = tensors.vector((slots, size), dh) if needs[1] else None
     dweight = tensors.vector(tuple(weight.shape), weight) if needs[2] else None
-    c = gate_config(size)
+    block_m, block_n = _tile(size)
     rest = (
         *(slots, size, dy.shape[1], experts, first, pre.stride(0)),
-        *(*_constants(pre, gate), c.block_m, c.block_n),
+        *(*_constants(pre, gate), block_m, block_n),
     )
     halves = (None, None) if dpre is None else gate.split(dpre)
     given = (dh, *gate.split(pre), *halves, h, order, index, weight, dweight)
-    grid = (-(-slots // c.block_m),)
-    _run(_expert_gate_bwd_kernel, grid, rest, (*given, dy, bias), warps=c.warps)
+    grid = (-(-slots // block_m),)
+    _run(_expert_gate_bwd_kernel, grid, rest, (*given, dy, bias), warps=4)
     return (
         None if dpre is None else tensors.rounded(dpre, pre),
         None if h is None else tensors.rounded(h, dh),
         None if dweight is None else tensors.rounded(dweight, weight),
     )
+
+
+def _tile(h: int) -> tuple[int, int]:
+    """Rows and columns of a tile: as wide as rows of so many, up to 512."""
+    columns = min(512, padded(h))
+    return _NUMBERS // columns, columns
 
 
 def _constants(pre: Tensor, gate: Gate) -> tuple[Any, ...]:

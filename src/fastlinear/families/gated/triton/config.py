@@ -12,16 +12,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHARED_BYTES = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448}
 SHARED_BYTES |= {100: 232_448, 103: 232_448, 110: 232_448, 120: 101_376, 121: 101_376}
 _MAX_INT = 2**31 - 1
-_TILE = 2048  # numbers of a program's tile in the elementwise passes
-
-
-@dataclass(frozen=True)
-class GateConfig:
-    """One way to launch an elementwise pass: tile of rows by hidden features, warps."""
-
-    block_m: int
-    block_n: int
-    warps: int = 4
 
 
 @dataclass(frozen=True)
@@ -45,13 +35,6 @@ class ProductConfig:
         """Estimated shared memory: one block of tokens, ``operands`` of hidden features."""
         rows = self.block_m + operands * self.block_n
         return self.stages * rows * self.block_k * itemsize
-
-
-@lru_cache(maxsize=1024)
-def gate_config(h: int) -> GateConfig:
-    """The tile of an elementwise pass: as wide as the rows, up to 512 numbers."""
-    block_n = min(512, max(16, 1 << (h - 1).bit_length()))
-    return GateConfig(_TILE // block_n, block_n)
 
 
 # Larger tiles spill on every architecture: both pre-activations and three results are in registers.
