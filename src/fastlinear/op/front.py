@@ -42,6 +42,7 @@ _facts = attrgetter("shape", "dtype", "device", "layout", "requires_grad")
 
 
 _measure = deferred("fastlinear.dispatch.first_use:measure")
+_have_blas = deferred("fastlinear.op.blas:make_ready")
 
 
 def no_table(*_: Any) -> None:
@@ -195,6 +196,8 @@ class Front:
             with calls.device_of(first(arguments)):
                 _measure(self.spec.problem(arguments, grad))
         check_invariant(self.spec, arguments)
+        if first(arguments).is_cuda:
+            _have_blas(first(arguments).device, grad)
         found = self.spec.resolve(arguments, grad, autocast is not None)
         if len(self.plans) >= self.spec.most_plans:
             self.forget()

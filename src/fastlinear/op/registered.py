@@ -18,10 +18,10 @@ from torch import Tensor
 from fastlinear.core import calls
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import Choice
-from fastlinear.op import library
+from fastlinear.op import blas, library
 from fastlinear.op.front import check_invariant, choices
 from fastlinear.op.repeated import Operands, Repeated, Results, flat, lengths, nested
-from fastlinear.op.spec import Arguments, OpSpec, kind, leaves
+from fastlinear.op.spec import Arguments, OpSpec, first, kind, leaves
 
 Chosen = tuple[Choice, ...] | None
 """The backend of each piece; None for a call of empty tensors, which PyTorch's own ops compute."""
@@ -224,6 +224,8 @@ class _Ops:
             if len(self._known) >= self._spec.most_plans:
                 self._known.clear()
             began = cache.changes()
+            if first(call).is_cuda:
+                blas.make_ready(first(call).device)
             found = choices(self._spec, call, grad)
             if cache.changes() == began:
                 self._known[key] = found
