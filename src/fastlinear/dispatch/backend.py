@@ -113,6 +113,8 @@ class Family:
             on the command line; imported there only.
         tuning_order: the forward's Problem → all that decide about such a call, in the order in
             which to tune them; None where that is the order of ``pieces``.
+        backward_of: (the backward's Problem, a backend of the forward) → that Problem behind it,
+            where what the forward keeps depends on the backend.
         cpu_work, gpu_work: (Problem, backend's name) → what the backend does in such a call on a
             CPU, on a GPU, as kinds of work that have prices; None where nobody has told.
         removed: names of backends that earlier versions had → what to use instead, one sentence.
@@ -131,6 +133,7 @@ class Family:
     space: Space | None = None
     command: str | None = None
     tuning_order: Callable[[Problem], tuple[Problem, ...]] | None = None
+    backward_of: Callable[[Problem, str], Problem] | None = None
     cpu_work: Callable[[Problem, str], tuple[Work, ...] | None] | None = None
     gpu_work: Callable[[Problem, str], tuple[Work, ...] | None] | None = None
     removed: Mapping[str, str] = field(default_factory=dict)

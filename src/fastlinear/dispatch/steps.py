@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from fastlinear.core.problem import Problem
@@ -30,7 +29,8 @@ def choices_of(
     if "backward" not in family(p.family).pieces:
         return (select(p.with_piece(STEP), backend),)
     if backend is not None:
-        return select(p, backend), backward_choice(p.with_piece("backward"), backend)
+        forward = select(p, backend)
+        return forward, backward_choice(behind(p, forward.backend.name), backend)
     pieces = select_pieces(p)
     if not own_autograd or all(c.backend.name == "eager" for c in pieces):
         return pieces
@@ -44,7 +44,14 @@ def choices_of(
 
 def select_pieces(p: Problem) -> tuple[Choice, ...]:
     """The selection for forward and backward of a training call, the step left aside."""
-    return tuple(select(p.with_piece(piece)) for piece in PIECES)
+    forward = select(p.with_piece("forward"))
+    return forward, select(behind(p, forward.backend.name))
+
+
+def behind(p: Problem, forward: str) -> Problem:
+    """The backward's Problem behind a backend of the forward."""
+    known, backward = family(p.family), p.with_piece("backward")
+    return backward if known.backward_of is None else known.backward_of(backward, forward)
 
 
 def backward_choice(p: Problem, backend: str | None = None) -> Choice:
@@ -54,13 +61,14 @@ def backward_choice(p: Problem, backend: str | None = None) -> Choice:
     return select(p, able[0] if able else None)
 
 
-def of_pieces(p: Problem, pieces: Sequence[str], node: Work) -> tuple[Work, ...]:
+def of_pieces(p: Problem, node: Work) -> tuple[Work, ...]:
     """The work of a training step by our formula: its node, and the pieces as they are chosen."""
-    known, found = family(p.family), [node]
-    for piece in pieces:
-        q = p.with_piece(piece)
-        found += known.work_of(q, select(q, ready=False).backend.name) or ()
-    return tuple(found)
+    known, forward = family(p.family), p.with_piece("forward")
+    first = select(forward, ready=False).backend.name
+    backward = behind(p, first)
+    second = select(backward, ready=False).backend.name
+    pieces = ((forward, first), (backward, second))
+    return (node, *(w for q, name in pieces for w in known.work_of(q, name) or ()))
 
 
 def tuning_order(p: Problem) -> tuple[Problem, ...]:

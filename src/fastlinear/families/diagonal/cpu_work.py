@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, call, flags_of, fresh, host
-from fastlinear.families.diagonal.problem import NAME, PIECES, STEP
+from fastlinear.families.diagonal.problem import NAME, STEP
 from fastlinear.fastpath.autograd_node import node_work
 
 _KNOWN = ("eager", "addcmul", "cpp", "pieces")
@@ -17,7 +17,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if backend not in _KNOWN:
         return None
     if p.piece == STEP and backend != "eager":
-        return of_pieces(p, PIECES, node_work(NAME))
+        return of_pieces(p, node_work(NAME))
     return (host(f"{NAME} {backend} {p.piece}"), *inner(p, backend))
 
 

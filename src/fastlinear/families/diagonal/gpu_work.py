@@ -20,7 +20,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if p.piece != STEP:
         made = _device(p, backend)
     elif backend == "pieces":
-        return of_pieces(p, PIECES, node_work(NAME))
+        return of_pieces(p, node_work(NAME))
     else:
         made = tuple(w for piece in PIECES for w in _device(p.with_piece(piece), "eager"))
     return (*hosts(p, backend, made), *made)

@@ -25,7 +25,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if p.piece != STEP:
         return (host(f"{NAME} {backend} {p.piece}"), *inner(p, backend))
     if backend != "eager":
-        return of_pieces(p, PIECES, node_work(NAME))
+        return of_pieces(p, node_work(NAME))
     both = (w for piece in PIECES for w in inner(p.with_piece(piece), "eager"))
     name = f"{NAME} autograd"
     more = passed(name, p.dim("M"), p.dim("H"), p.option("activation"))

@@ -23,7 +23,7 @@ from fastlinear.dispatch.steps import of_pieces
 from fastlinear.dispatch.work import Work, call, flags_of
 from fastlinear.families.gated.cuda import planes
 from fastlinear.families.gated.cuda.config import config_for
-from fastlinear.families.gated.problem import NAME, PIECES, STEP, has_down
+from fastlinear.families.gated.problem import NAME, STEP, has_down
 from fastlinear.families.gated.triton.config import product_config
 from fastlinear.families.linear import gpu_work as linear
 from fastlinear.families.linear.problem import problem as linear_act
@@ -41,7 +41,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
         return None
     if p.piece == STEP:
         if backend == "pieces":
-            return of_pieces(p, PIECES, node_work(NAME))
+            return of_pieces(p, node_work(NAME))
         forward, backward = p.with_piece("forward"), p.with_piece("backward")
         more = swept(f"{NAME} eager gate", p, p.dim("M"), p.dim("H"), p.option("activation"))
         made = (*_forward(forward, "eager"), *more, *_backward(backward, "eager"))

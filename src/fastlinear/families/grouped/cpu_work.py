@@ -17,7 +17,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if backend not in _KNOWN:
         return None
     if p.family == NAME and p.piece == STEP and backend != "eager":
-        return of_pieces(p, PIECES, node_work(NAME))
+        return of_pieces(p, node_work(NAME))
     return (host(f"{p.family} {backend} {p.piece}"), *inner(p, backend))
 
 

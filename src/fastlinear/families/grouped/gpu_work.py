@@ -52,7 +52,7 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     """A backend's work in a piece or a training step; None of backends that others registered."""
     if p.family == NAME and p.piece == STEP:
         if backend == "pieces":
-            return of_pieces(p, PIECES, node_work(NAME))
+            return of_pieces(p, node_work(NAME))
         made = tuple(w for piece in PIECES for w in _device(p.with_piece(piece), "eager"))
         return (*hosts(p, backend, made), *made) if backend == "eager" else None
     if backend not in _KNOWN:

@@ -37,6 +37,12 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
     return tuple(found)
 
 
+def activated(p: Problem) -> tuple[Work, ...]:
+    """PyTorch's pass over a layer's pre-activation, which is kept."""
+    name = f"{_PASSES['eager']} epilogue"
+    return passed(name, p.dim("M"), p.dim("N"), p.option("activation"), "kept")
+
+
 def inner(p: Problem, backend: str) -> tuple[Work, ...]:
     """A backend's work in a piece without the call."""
     m, k, n = (max(1, p.dim(name)) for name in ("M", "K", "N"))

@@ -30,6 +30,7 @@ class Formula:
         layers: L.
         run: the forward's backend.
         backward: the backward's backend.
+        hidden: whether what hidden layers gave is kept beside their pre-activations.
     """
 
     node: ClassVar[str] = "MlpBackward"
@@ -40,25 +41,30 @@ class Formula:
     layers: int
     run: Callable[..., Any]
     backward: Callable[..., Any]
+    hidden: bool = False
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """How what each layer's backward reads is kept."""
+        """How what each layer's backward reads is kept, then outputs of hidden layers."""
         last = autograd_node.KEPT[activation_of(self.final_activation).saved]
-        return (*(autograd_node.INTERNAL,) * (self.layers - 1), last)
+        inner = (autograd_node.INTERNAL,) * (self.layers - 1)
+        return (*inner, last, *(inner if self.hidden else ()))
 
     def forward(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
     ) -> tuple[Tensor | None, ...]:
-        """y, then for each layer what its backward reads besides the arguments, or None."""
+        """y, for each layer what its backward reads besides the arguments, or None; then, where
+        they are kept, the outputs of hidden layers."""
         bs = (None,) * self.layers if biases is None else tuple(biases)
         x2 = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         names = self.activation, self.final_activation
-        y, saved = self.run(x2, tuple(weights), bs, *names, True)
+        kept = (True,) if self.hidden else ()
+        y, saved = self.run(x2, tuple(weights), bs, *names, True, *kept)
         y = calls.as_result(y, (*x.shape[:-1], y.shape[-1]))
         kind = activation_of(self.final_activation).saved
-        last = {"none": None, "output": y, "pre": saved[-1]}[kind]
-        return (y, *saved[:-1], last)
+        end = self.layers - 1
+        last = {"none": None, "output": y, "pre": saved[end]}[kind]
+        return (y, *saved[:end], last, *saved[end + 1 :])
 
     def gradients(
         self,
@@ -108,7 +114,8 @@ class Formula:
         need_ws, need_bs = self._parted(needs[1:], absent=False)
         h = x.reshape(-1, x.shape[-1])
         entering, gave, fused = [h], [], []
-        for act, known, weight, bias in zip(acts, kept, weights, biases, strict=True):
+        each = zip(acts, kept[: self.layers], weights, biases, strict=True)
+        for act, known, weight, bias in each:
             if known is None:  # of the last layer, whose derivative reads nothing
                 gave.append(h)
                 fused.append(False)
@@ -176,12 +183,16 @@ def run_backward(
     needs: Needs,
     run: Callable[..., Any],
 ) -> Grads:
-    """Call a backward backend; saved[-1] is None where the last derivative reads nothing."""
+    """Call a backward backend; what the last layer saved is None where its derivative reads
+    nothing."""
     m = x.shape[:-1].numel()
     dy2 = dy.resolve_neg().reshape(m, dy.shape[-1])
     if not dy2.is_contiguous():  # an expanded gradient, as sum() makes
         dy2 = dy2.contiguous()
-    last = dy2 if saved[-1] is None else saved[-1].reshape(dy2.shape)
+    end = len(weights) - 1
+    stored = saved[end]
+    last = dy2 if stored is None else stored.reshape(dy2.shape)
     x2 = x.reshape(m, x.shape[-1])
-    dx, dws, dbs = run(dy2, x2, weights, (*saved[:-1], last), activation, final_activation, needs)
+    kept = (*saved[:end], last, *saved[end + 1 :])
+    dx, dws, dbs = run(dy2, x2, weights, kept, activation, final_activation, needs)
     return (None if dx is None else dx.view(x.shape)), dws, dbs

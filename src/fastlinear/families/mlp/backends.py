@@ -38,6 +38,8 @@ from fastlinear.families.mlp.problem import (
     SPACE,
     STEP,
     activations_of,
+    backward_of,
+    keeps_hidden,
     problem,
     widths_of,
 )
@@ -101,7 +103,7 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
 
             x, _ = clear_of_kinks(x, kinked, lambda rows: draw(rows, widths[0]))
         return x, tuple(weights), biases, *names, dy
-    _, saved = reference.forward(x, tuple(weights), biases, *names, True)
+    _, saved = reference.forward(x, tuple(weights), biases, *names, True, keeps_hidden(p))
     needs = (True, (True,) * len(weights), tuple(b is not None for b in biases))
     return dy, x, tuple(weights), saved, *names, needs
 
@@ -217,6 +219,7 @@ FAMILY = register_family(
         space=SPACE,
         command=f"{_HERE}.command:COMMAND",
         tuning_order=deferred(f"{_HERE}.selection:tuning_order"),
+        backward_of=backward_of,
         timed=deferred(f"{_HERE}.spec:timed"),
         removed={"graph": "Use fastlinear.graphed, which records a module or a function."},
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.select import select
@@ -13,7 +14,7 @@ from fastlinear.dispatch.work import Work, fresh, host, passed, product, turned
 from fastlinear.families.linear import cpu_work as linear
 from fastlinear.families.linear import problem as linear_act
 from fastlinear.families.mlp import layerwise
-from fastlinear.families.mlp.problem import NAME, PIECES, STEP, widths_of
+from fastlinear.families.mlp.problem import NAME, STEP, backward_of, keeps_hidden, widths_of
 from fastlinear.fastpath.autograd_node import node_work
 
 _KNOWN = ("eager", "layerwise", "whole_cpp", "pieces")
@@ -42,7 +43,16 @@ def work(p: Problem, backend: str) -> tuple[Work, ...] | None:
             if q not in known:
                 known[q] = _layer(q, backend)
             found += known[q]
-    return tuple(found)
+    return (*found, *_computed_again(p))
+
+
+def _computed_again(p: Problem) -> tuple[Work, ...]:
+    """Outputs of hidden layers that nobody kept for a backward."""
+    if p.piece != "backward" or keeps_hidden(p):
+        return ()
+    again = activation_of(p.option("activation")).saved == "pre"
+    hidden = layerwise.layers_of(p)[:-1] if again else ()
+    return tuple(w for q in hidden for w in linear.activated(q))
 
 
 def _widened(p: Problem, works: Iterable[Work]) -> tuple[Work, ...]:
@@ -59,10 +69,10 @@ def _layer(q: Problem, backend: str) -> tuple[Work, ...]:
 
 def _step(p: Problem, backend: str) -> tuple[Work, ...]:
     if backend != "eager":
-        return of_pieces(p, PIECES, node_work(NAME))
+        return of_pieces(p, node_work(NAME))
     found = [host(f"{NAME} autograd"), host(f"{NAME} autograd layer", p.dim("L"))]
-    for piece in PIECES:
-        made = work(p.with_piece(piece), "eager")
+    for q in (p.with_piece("forward"), backward_of(p.with_piece("backward"), "eager")):
+        made = work(q, "eager")
         found += made[1:] if made else ()
     return tuple(found)
 

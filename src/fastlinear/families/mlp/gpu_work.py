@@ -9,6 +9,7 @@ from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.roofline import (
+    EPILOGUE,
     bytes_us,
     capability,
     flops_per_us,
@@ -27,7 +28,7 @@ from fastlinear.families.linear import problem as linear_act
 from fastlinear.families.linear.selection import select_backward
 from fastlinear.families.mlp import layerwise
 from fastlinear.families.mlp.cuda import choice, rows, tasks
-from fastlinear.families.mlp.problem import NAME, PIECES, STEP, widths_of
+from fastlinear.families.mlp.problem import NAME, STEP, backward_of, keeps_hidden, widths_of
 from fastlinear.families.mlp.triton import config as triton
 from fastlinear.fastpath.autograd_node import node_work
 
@@ -196,12 +197,16 @@ def _layers(p: Problem, backend: str) -> tuple[Work, ...]:
         if layer not in known:
             known[layer] = _layer(layer, p.piece == "backward", backend)
         found += known[layer]
-    if p.piece != "backward" or backend != "layerwise":
+    if p.piece != "backward" or keeps_hidden(p):
         return found
     for layer in layerwise.layers_of(p)[:-1]:  # what the next one reads
         name, (m, n) = layer.option("activation"), map(layer.dim, "MN")
-        if layerwise.activates_at(name, FLOAT_DTYPES[p.dtype]):
+        if activation_of(name).saved != "pre":
+            continue
+        if backend == "layerwise" and layerwise.activates_at(name, FLOAT_DTYPES[p.dtype]):
             found += swept(f"{linear.NAME} triton derivative", layer, m, n, name)  # takes as long
+        else:
+            found += swept(f"{linear.NAME} eager{EPILOGUE}", layer, m, n, name, "kept")
     return found
 
 
@@ -219,8 +224,9 @@ def _layer(layer: Problem, backward: bool, backend: str) -> tuple[Work, ...]:
 
 def _step(p: Problem, backend: str) -> tuple[Work, ...] | None:
     if backend == "pieces":
-        return of_pieces(p, PIECES, node_work(NAME))
+        return of_pieces(p, node_work(NAME))
     if backend != "eager":
         return None
-    made = tuple(w for piece in PIECES for w in _layers(p.with_piece(piece), "eager"))
+    pieces = p.with_piece("forward"), backward_of(p.with_piece("backward"), "eager")
+    made = tuple(w for piece in pieces for w in _layers(piece, "eager"))
     return (*hosts(p, "eager", made), *made)

@@ -60,6 +60,7 @@ def forward(
     activation: str,
     final_activation: str,
     save: bool,
+    hidden: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(y, saved): x (M, n_0) → y (M, n_L); saved as in ``reference.forward``."""
     key = (
@@ -80,7 +81,7 @@ def forward(
         names = layer_activations(len(weights), activation, final_activation)
         runs = _remember(key, _frozen(x, weights, biases, names, save))
     if save:
-        return _saving(x, weights, biases, runs)
+        return _saving(x, weights, biases, runs, hidden)
     h = x
     if x.device.type != "cpu" or recorder.active() is not None:  # whose buffers are its own
         for weight, bias, (run, name, _) in zip(weights, biases, runs, strict=True):
@@ -136,8 +137,8 @@ def backward(
 
 def _input(i: int, x: Tensor, saved: tuple[Tensor, ...], names: tuple[str, ...]) -> Tensor:
     """``layer_input``, by a kernel of our own where it computes something."""
-    before = saved[i - 1]
-    if not i or not before.is_cuda or not before.is_contiguous():
+    before, given = saved[i - 1], len(saved) > len(names)
+    if not i or given or not before.is_cuda or not before.is_contiguous():
         return layer_input(i, x, saved, names)
     if not activates_at(names[i - 1], before.dtype):
         return layer_input(i, x, saved, names)
@@ -153,15 +154,16 @@ def activates_at(name: str, dtype: torch.dtype) -> bool:
 
 
 def _saving(
-    x: Tensor, weights: Weights, biases: Biases, runs: Any
+    x: Tensor, weights: Weights, biases: Biases, runs: Any, hidden: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    saved = []
+    saved, outputs = [], []
     h = x
     for weight, bias, (run, name, _) in zip(weights, biases, runs, strict=True):
         kept = activation_of(name).saved == "pre"
         h, pre = run(h, weight, bias, name, kept)
         saved.append(pre if kept else h)
-    return h, tuple(saved)
+        outputs.append(h)
+    return h, (*saved, *(outputs[:-1] if hidden else ()))
 
 
 def _frozen(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from fastlinear.activations.reference import NAMES as ACTIVATIONS
+from fastlinear.activations.reference import activation as activation_of
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.space import Space
 from fastlinear.families.linear import problem as linear_act
@@ -14,6 +16,9 @@ from fastlinear.families.linear import problem as linear_act
 NAME = "mlp"
 PIECES = ("forward", "backward")
 STEP = "step"
+LOOPS = ("eager", "layerwise")
+"""Backends that run one layer after the other, and so have the outputs of hidden ones."""
+_HIDDEN = ("hidden", "kept")
 
 
 def problem(
@@ -29,6 +34,7 @@ def problem(
     needs_grad: bool = False,
     x_layout: str = "rows",
     w_layout: str = "nk",
+    hidden: bool = False,
     precision: str = "n/a",
     captured: bool = False,
 ) -> Problem:
@@ -39,9 +45,11 @@ def problem(
         x_layout: as in linear_act: ``"rows"``, ``"rows_odd"`` or ``"strided"``; or ``"pitched"``,
             rows that begin on 16 bytes, though what is in one is no multiple of 16.
         w_layout: ``"nk"`` (every weight contiguous, as in nn.Linear) or ``"mixed"``.
+        hidden: of a backward, whether the outputs of hidden layers are kept for it, where it would
+            compute them again.
     """
     layers = len(widths) - 1
-    hidden = max(widths[1:-1]) if layers > 1 else widths[-1]
+    widest = max(widths[1:-1]) if layers > 1 else widths[-1]
     equal = len(set(widths)) == 1
     options = (
         ("widths", "equal" if equal else "-".join(map(str, widths))),
@@ -51,8 +59,21 @@ def problem(
         ("x", x_layout),
         ("w", w_layout),
     )
-    dims = (("M", m), ("L", layers), ("K", widths[0]), ("H", hidden), ("N", widths[-1]))
-    return Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision, captured)
+    dims = (("M", m), ("L", layers), ("K", widths[0]), ("H", widest), ("N", widths[-1]))
+    made = Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision, captured)
+    return backward_of(made, LOOPS[0]) if hidden else made
+
+
+def backward_of(p: Problem, forward: str) -> Problem:
+    """The backward's Problem behind a backend of the forward, which may keep outputs for it."""
+    loop = forward in LOOPS and p.dim("L") > 1
+    again = loop and activation_of(p.option("activation")).saved == "pre"
+    return replace(p, options=(*p.options, _HIDDEN)) if again else p
+
+
+def keeps_hidden(p: Problem) -> bool:
+    """Whether outputs of hidden layers are kept for this backward."""
+    return _HIDDEN in p.options
 
 
 SPACE = Space(
@@ -68,7 +89,9 @@ SPACE = Space(
         "needs_grad": (True, False),
         "x_layout": ("rows", "rows", "strided"),
         "w_layout": ("nk", "nk", "mixed"),
+        "hidden": (False, False, True),
     },
+    narrowed={piece: {"hidden": (False,)} for piece in ("forward", STEP)},
     times=4,
     times_on_cuda=2,
 )

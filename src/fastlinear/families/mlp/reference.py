@@ -40,13 +40,15 @@ def forward(
     activation: str,
     final_activation: str,
     save: bool,
+    hidden: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(y, saved): x (M, n_0) → y (M, n_L) and, if asked, what the backward of each layer reads.
 
     saved[i] (M, n_{i+1}) is layer i's pre-activation where its derivative is computed from that,
-    else the layer's output; the last layer's output is y itself.
+    else the layer's output; the last layer's output is y itself. With ``hidden`` the outputs of
+    all hidden layers follow, whose pre-activations are kept: the backward does not compute them.
     """
-    saved = []
+    saved, outputs = [], []
     h = x
     names = layer_activations(len(weights), activation, final_activation)
     for weight, bias, name in zip(weights, biases, names, strict=True):
@@ -55,7 +57,8 @@ def forward(
         kept = save and act.saved == "pre"
         h = act.value(pre) if kept else act.over(pre)
         saved.append(pre if kept else h)
-    return h, tuple(saved) if save else ()
+        outputs.append(h)
+    return h, (*saved, *(outputs[:-1] if hidden else ())) if save else ()
 
 
 def backward(
@@ -99,5 +102,7 @@ def layer_input(i: int, x: Tensor, saved: tuple[Tensor, ...], names: tuple[str, 
     """h_i (M, n_i): layer i's input, recomputed where only its pre-activation was kept."""
     if i == 0:
         return x
-    act = activation_of(names[i - 1])
-    return act.value(saved[i - 1]) if act.saved == "pre" else saved[i - 1]
+    act, layers = activation_of(names[i - 1]), len(names)
+    if act.saved != "pre":
+        return saved[i - 1]
+    return saved[layers + i - 1] if len(saved) > layers else act.value(saved[i - 1])

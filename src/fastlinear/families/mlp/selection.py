@@ -8,9 +8,10 @@ from torch import Tensor
 
 from fastlinear.core.calls import facts_of
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.steps import choices_of, select_pieces
+from fastlinear.dispatch.select import select
+from fastlinear.dispatch.steps import behind, choices_of, select_pieces
 from fastlinear.families.mlp import backends, layerwise
-from fastlinear.families.mlp.problem import PIECES, STEP, x_layout_of
+from fastlinear.families.mlp.problem import STEP, x_layout_of
 
 __all__ = ["choices_of", "problem_of", "select_pieces", "tuning_order"]
 
@@ -18,9 +19,12 @@ __all__ = ["choices_of", "problem_of", "select_pieces", "tuning_order"]
 def tuning_order(p: Problem) -> tuple[Problem, ...]:
     """All Problems that decide about a forward Problem, in the order in which to tune them: first
     those of linear_act that its layers are, since ``layerwise`` stands on their choices."""
-    own = (*PIECES, STEP) if p.needs_grad else ("forward",)
     layers = layerwise.layer_problems(p) if layerwise.reason_not(p) is None else ()
-    return (*layers, *(p.with_piece(piece) for piece in own))
+    forward = p.with_piece("forward")
+    if not p.needs_grad:
+        return (*layers, forward)
+    backward = behind(forward, select(forward, ready=False).backend.name)
+    return (*layers, forward, backward, p.with_piece(STEP))
 
 
 def problem_of(

@@ -21,7 +21,7 @@ from fastlinear.dispatch.select import Choice, select
 from fastlinear.families.mlp import reference, selection
 from fastlinear.families.mlp.autograd import Formula, Mlp
 from fastlinear.families.mlp.cpu import whole
-from fastlinear.families.mlp.problem import NAME, STEP, layer_activations
+from fastlinear.families.mlp.problem import LOOPS, NAME, STEP, layer_activations
 from fastlinear.families.mlp.reference import Biases
 from fastlinear.families.mlp.validation import sequences, validate
 from fastlinear.fastpath import autograd_node, recorded
@@ -86,7 +86,10 @@ def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     x, _, _, activation, final_activation, _ = arguments
     forward, backward = chosen[:2]
     layers = chosen[0].problem.dim("L")
-    formula = Formula(activation, final_activation, layers, forward.load(), backward.load())
+    known = activation_of(activation)
+    hidden = known.saved == "pre" and all(c.backend.name in LOOPS for c in (forward, backward))
+    runs = forward.load(), backward.load()
+    formula = Formula(activation, final_activation, layers, *runs, hidden and layers > 1)
     apply = Mlp.apply
 
     def plan(x: Tensor, weights: _Weights, biases: _Biases) -> Tensor:
