@@ -15,13 +15,23 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("N", [768, 4096])
+@pytest.mark.parametrize("N", [768, 2048, 4096])
 def test_it_stays_in_registers(dtype: torch.dtype, N: int) -> None:
     shape = columns.shape_for(N)
     text = columns.source(dtype, shape)
     used = nvrtc.usage(text, "columns.cu", columns.ARCH)["linear_act_columns"]
     assert used.frame == 0
     assert used.registers * shape[1] <= 65536
+
+
+def test_many_rows_of_few_columns_are_left_to_triton() -> None:
+    assert not columns.pays(100_000, 64)
+    assert not columns.pays(120_000, 8)
+    assert all(columns.pays(m, n) for m, n in [(2048, 8), (2048, 512), (40_000, 1024)])
+
+
+def test_large_blocks_are_of_few_columns() -> None:
+    assert columns.shape_for(1024)[1] > columns.shape_for(2048)[1]
 
 
 def test_it_serves_no_cpu_tensor() -> None:
@@ -42,7 +52,9 @@ def _sums(dy: Tensor) -> Tensor:
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize(("M", "N"), [(2048, 8), (2051, 200), (8192, 768), (4099, 3080)])
+@pytest.mark.parametrize(
+    ("M", "N"), [(2048, 8), (2051, 200), (8192, 768), (8192, 2048), (4099, 3080)]
+)
 def test_against_float64(dtype: torch.dtype, M: int, N: int) -> None:
     dy = _draw(M, N, dtype)
     assert columns.serves(dy)

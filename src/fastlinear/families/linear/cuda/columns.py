@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from math import hypot
 from pathlib import Path
 
 import torch
@@ -19,6 +20,10 @@ from fastlinear.native import cuda_driver as driver
 
 ARCH = "sm_90a"
 MIN_ROWS = 2048
+_UNITS = 132  # multiprocessors of a Hopper
+_BYTES_PER_US, _BLOCK_BYTES_PER_US = 3.5e6, 9e4  # of the device; that a block has come at most
+_START_US, _TRITON_START_US = 2.5, 5.0  # of one launch, and of a pass and its second kernel
+_TRITON_SHARE = 0.8  # of the device's bytes
 _SOURCE = Path(__file__).with_name("columns.cu")
 _KERNEL = "linear_act_columns"
 _CLUSTER = 8
@@ -30,12 +35,29 @@ Shape = tuple[int, int, int]
 
 
 def shape_for(N: int) -> Shape:
-    """The kernel's shape for N columns: narrow clusters where there would be too few."""
-    return (64, 512, 8) if N <= 2048 else (128, 512, 8)
+    """The kernel's shape for N columns: narrow clusters where there would be too few, of large
+    blocks where each has a multiprocessor to itself."""
+    if N > 2048:
+        return 128, 512, 8
+    return (64, 1024, 4) if _blocks(N, 64) <= _UNITS else (64, 512, 8)
+
+
+def _blocks(n: int, columns: int) -> int:
+    return -(-n // columns) * _CLUSTER
+
+
+def pays(m: int, n: int) -> bool:
+    """Whether (M, N) in 16 bits takes less than by Triton, whose programs share any rows out: here
+    few columns leave multiprocessors idle."""
+    shape, moved = shape_for(n), 2 * m * n
+    busy = min(_blocks(n, shape[0]), _UNITS) * min(1.0, n / shape[0])
+    us = _START_US + hypot(moved / _BYTES_PER_US, moved / (busy * _BLOCK_BYTES_PER_US))
+    return us < _TRITON_START_US + moved / (_TRITON_SHARE * _BYTES_PER_US)
 
 
 def serves(dy: Tensor) -> bool:
-    """Whether this kernel takes such a tensor: 16-bit on Hopper, many rows, aligned to 16 bytes."""
+    """Whether this kernel takes such a tensor: 16-bit on Hopper, many rows, aligned to 16 bytes,
+    sooner than Triton's would be done."""
     if not dy.is_cuda or dy.shape[0] < MIN_ROWS or dy.dtype not in _DTYPES:
         return False
     capability = torch.cuda.get_device_capability(dy.device)
@@ -47,7 +69,8 @@ def serves(dy: Tensor) -> bool:
 
 def serves_size(m: int, n: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     """Whether it takes (M, N) where rows lie well."""
-    return dtype in _DTYPES and m >= MIN_ROWS and n % 8 == 0 and capability == (9, 0)
+    able = dtype in _DTYPES and m >= MIN_ROWS and n % 8 == 0 and capability == (9, 0)
+    return able and pays(m, n)
 
 
 def source(dtype: torch.dtype, shape: Shape) -> str:
