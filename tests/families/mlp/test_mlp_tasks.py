@@ -131,6 +131,12 @@ def test_tensors_that_begin_anywhere() -> None:
     chain.check()
 
 
+@pytest.mark.parametrize("n", [300, 301, 131])
+def test_dy_of_many_columns_is_graded_by_several_tasks(n: int) -> None:
+    for names in (("relu", "tanh"), ("gelu", "none")):
+        Chain(70, (16, 24, n), names).check(CANDIDATES[0])
+
+
 def test_one_row_and_one_feature() -> None:
     Chain(1, (1, 1), ("relu", "none")).check()
     Chain(1, (5, 1, 3), ("gelu", "none")).check()

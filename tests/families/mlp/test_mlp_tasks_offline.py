@@ -39,6 +39,18 @@ def test_every_row_is_in_one_slice(rows: int, tiles: Tiles) -> None:
     assert list(found.begin) == sorted(found.begin)
 
 
+@pytest.mark.parametrize("rows", [1, 300, 70_001])
+@pytest.mark.parametrize("n", [1, 64, 2032, 4096])
+def test_grading_is_shared_out(rows: int, n: int) -> None:
+    steps, tiles = [Step(n, 64, True, 64)], CANDIDATES[0]
+    found = tasks.order(rows, steps, True, tiles, 132)
+    blocks, across = -(-rows // tiles.bm), -(-n // found.graded_columns)
+    assert found.graded_columns % 64 == 0
+    assert found.begin[0] == blocks * across
+    assert across == -(-n // 64) or found.begin[0] >= 132
+    assert tasks.order(rows, steps, False, tiles, 132).begin[0] == 0
+
+
 def test_the_model_of_time_chooses_what_was_fastest() -> None:
     """Of the configurations that were timed for each of some drawn problems."""
     kind = KIND

@@ -51,6 +51,7 @@ struct Params {
   int begin[2 * MAX_LAYERS + 1];           // first task: of each step down, then weights, and the end
   int slices[MAX_LAYERS], slice_rows[MAX_LAYERS];  // rows: a multiple of BM
   int first_sum[MAX_LAYERS];               // number of its first tile among all that are summed up
+  int graded_columns;                      // of a task that grades: a multiple of 64
 };
 
 __device__ __forceinline__ int blocks_of(int n) { return (n + 63) / 64; }
@@ -62,14 +63,16 @@ enum Kind { GRADE, DOWN, WEIGHTS };
 
 struct Task {
   int kind, s;
-  int row, column;   // where its tile begins; GRADE: only the row
+  int row, column;   // where its tile begins
   int slice, tile;   // WEIGHTS
   int first_row, steps;  // of the reduction: where, and how many times 64
 
   __device__ __forceinline__ Task(const Params& p, int t) : s(0), column(0), slice(0), tile(0), first_row(0) {
     if (t < p.begin[0]) {
+      const int across = over(p.n[0], p.graded_columns);
       kind = GRADE;
-      row = t * BM;
+      row = t / across * BM;
+      column = t % across * p.graded_columns;
       steps = 0;
       return;
     }
@@ -107,7 +110,8 @@ __device__ __forceinline__ int* slices_done(const Params& p, int sum) {
 
 // Waits until the rows of g of step s, and what lies aside with them, are there.
 __device__ __forceinline__ void wait_rows(const Params& p, int s, int block) {
-  const int count = (s == 0 ? p.graded != nullptr : over(p.k[s - 1], BN)) * CONSUMERS;
+  const int graded = p.graded == nullptr ? 0 : over(p.n[0], p.graded_columns);
+  const int count = (s == 0 ? graded : over(p.k[s - 1], BN)) * CONSUMERS;
   const int* const at = rows_done(p, s, block);
   while (load_acquire(at) < count) wait_a_little();
 }
@@ -254,21 +258,33 @@ struct Consumer {
     }
   }
 
-  // 64 rows of dy times the derivative of the last activation, in rows that TMA reads.
+  // 64 rows of dy times the derivative of the last activation, in rows that TMA reads. A warp takes
+  // every fourth row, and has all of 64 columns under way at once.
   __device__ __forceinline__ void grade(const Task& t) const {
-    const int n = p.n[0], pairs = (n + 1) / 2, first = t.row + consumer * 64;
-    const int count = min(64, p.rows - first) * pairs;
-    for (int i = thread; i < count; i += 128) {
-      const int row = first + i / pairs, column = i % pairs * 2, left = n - column;
-      const unsigned short* const from = p.dy + row * p.dy_stride + column;
-      u32 word = from[0] | (left > 1 ? static_cast<u32>(from[1]) << 16 : 0);
-      if (FINAL != ACT_NONE) {
-        float a, b, c, d;
-        unpack(word, a, b);
-        unpack(read(p.dy_saved, static_cast<long long>(row) * n + column, left), c, d);
-        word = pack(graded<FINAL>(a, c), graded<FINAL>(b, d));
+    constexpr int EACH = 16;
+    const int n = p.n[0], end = min(n, t.column + p.graded_columns);
+    const int first = t.row + consumer * 64 + thread / 32;
+    for (int column = t.column + 2 * (thread % 32); column < end; column += 64) {
+      const int left = n - column;
+      u32 words[EACH], known[EACH];
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        const long long row = first + 4 * j;
+        words[j] = row < p.rows ? read(p.dy, row * p.dy_stride + column, left) : 0;
+        if (FINAL != ACT_NONE) known[j] = row < p.rows ? read(p.dy_saved, row * n + column, left) : 0;
       }
-      write(p.graded, static_cast<long long>(row) * p.pitch[0] + column, word, left);
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        const long long row = first + 4 * j;
+        if (row >= p.rows) continue;
+        if (FINAL != ACT_NONE) {
+          float a, b, c, d;
+          unpack(words[j], a, b);
+          unpack(known[j], c, d);
+          words[j] = pack(graded<FINAL>(a, c), graded<FINAL>(b, d));
+        }
+        write(p.graded, row * p.pitch[0] + column, words[j], left);
+      }
     }
     publish(rows_done(p, 0, t.row / BM));
   }

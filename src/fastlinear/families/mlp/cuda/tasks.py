@@ -121,6 +121,7 @@ class Order:
         first_sum: number of each step's first tile among those that are summed up.
         sums: how many of these there are.
         parts_at: where each step's parts begin, and where they end.
+        graded_columns: of a task that grades dy.
     """
 
     begin: tuple[int, ...]
@@ -129,6 +130,7 @@ class Order:
     first_sum: tuple[int, ...]
     sums: int
     parts_at: tuple[int, ...]
+    graded_columns: int
 
     @property
     def tasks(self) -> int:
@@ -147,7 +149,8 @@ def order(rows: int, steps: Sequence[Step], graded: bool, tiles: Tiles, units: i
         each = min(row_blocks, max(1, ceil(longest / tiles.bm)))
         slice_rows.append(each * tiles.bm)
         slices.append(ceil(row_blocks / each))
-    begin = [row_blocks if graded else 0]
+    graded_columns = _graded_columns(row_blocks, steps[0].n, units)
+    begin = [row_blocks * ceil(steps[0].n / graded_columns) if graded else 0]
     for down, grad, count in zip(downs, grads, slices, strict=True):
         begin += [begin[-1] + down, begin[-1] + down + grad * count]
     counts = [g * tiles.consumers for g in grads]
@@ -156,8 +159,15 @@ def order(rows: int, steps: Sequence[Step], graded: bool, tiles: Tiles, units: i
     parts_at = [0, *accumulate(sizes)]
     return Order(
         *(tuple(begin), tuple(slices), tuple(slice_rows)),
-        *(tuple(first_sum[:-1]), first_sum[-1], tuple(parts_at)),
+        *(tuple(first_sum[:-1]), first_sum[-1], tuple(parts_at), graded_columns),
     )
+
+
+def _graded_columns(row_blocks: int, n: int, units: int) -> int:
+    """Columns of a task that grades dy: as few as leave two tasks to a multiprocessor, or 64."""
+    blocks = blocks_of(n)
+    across = min(blocks, ceil(2 * units / row_blocks))
+    return 64 * ceil(blocks / across)
 
 
 def _longest(rows: int, steps: Sequence[Step], tiles: Tiles, units: int) -> int:

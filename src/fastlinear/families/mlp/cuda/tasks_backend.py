@@ -145,14 +145,14 @@ def _launch(
 
 # g[], w[], h[] | dy, dy_saved, graded | out[], aside[], saved[], dw[], db[] | parts, parts_at[],
 # counters | dy_stride | rows, steps, tasks, n[], k[], columns[], pitch[], begin[], slices[],
-# slice_rows[], first_sum[]
+# slice_rows[], first_sum[], graded_columns
 _DY = 3 * MAP_BYTES * MAX_LAYERS
 _OUT = _DY + 3 * 8
 _PARTS = _OUT + 5 * 8 * MAX_LAYERS
 _COUNTERS = _PARTS + 8 + 8 * MAX_LAYERS
 _SIZES = _COUNTERS + 16
 _TABLES = _SIZES + 12
-_BYTES = -(-(_TABLES + 4 * (9 * MAX_LAYERS + 2)) // 64) * 64
+_BYTES = -(-(_TABLES + 4 * (9 * MAX_LAYERS + 3)) // 64) * 64
 
 
 class _Plan:
@@ -222,6 +222,7 @@ class _Plan:
             (found.slices, MAX_LAYERS),
             (found.slice_rows, MAX_LAYERS),
             (found.first_sum, MAX_LAYERS),
+            ((found.graded_columns,), 1),
         ):
             block.numbers(at, f"{len(values)}i", *values)
             at += 4 * room
