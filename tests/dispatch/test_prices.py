@@ -24,8 +24,8 @@ from fastlinear.core.errors import CacheWarning
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import prices
 from fastlinear.dispatch.backend import families, family
-from fastlinear.dispatch.prices import Price, Prices, name_of
-from fastlinear.dispatch.select import predictions, select
+from fastlinear.dispatch.prices import Prediction, Price, Prices, name_of
+from fastlinear.dispatch.select import _predicted, predictions, select
 from fastlinear.dispatch.work import FRESH, call, host
 from fastlinear.families.linear.problem import problem
 
@@ -131,6 +131,36 @@ def test_pytorch_wins_ties() -> None:
     flat = {name: Price(0.0) for name in known.by_kind}
     _write(replace(known, by_kind=flat))
     assert select(p).backend.name == "eager"
+
+
+def test_what_two_backends_both_do_tells_them_apart_no_more() -> None:
+    """Of a large product that both have a pass is told apart, as it is of none."""
+
+    def told(*terms: tuple[str, float]) -> Prediction:
+        return Prediction(sum(us for _, us in terms), terms)
+
+    theirs = told(("torch product", 100.0), ("torch pass", 20.0))
+    shares, apart = told(("torch product", 100.0), ("own pass", 14.0)), told(("own", 114.0))
+    assert theirs.apart_from(theirs) == 0.0
+    assert theirs.apart_from(shares) == 20.0
+    assert theirs.apart_from(apart) == 120.0
+    assert theirs.apart_from(told(("torch product", 30.0))) == 90.0
+
+
+def test_pytorch_wins_by_a_share_of_what_it_does_alone() -> None:
+    p = problem("forward", 64, 64, 64, dtype="float32", device="cuda")
+    able = {b.name: b for b in family("linear_act").candidates("forward")}
+
+    def taken(**found: Prediction) -> str:
+        return _predicted(p, able, found, dict.fromkeys(able)).backend.name
+
+    shared = ("torch product", 100.0)
+    own = Prediction(120.0, (shared, ("torch pass", 20.0)))
+    assert taken(eager=own, triton=Prediction(114.0, (shared, ("pass", 14.0)))) == "triton"
+    assert taken(eager=own, triton=Prediction(119.0, (shared, ("pass", 19.0)))) == "eager"
+    assert taken(eager=own, triton=Prediction(114.0, (("product", 114.0),))) == "eager"
+    assert taken(eager=own, triton=Prediction(90.0, (("product", 90.0),))) == "triton"
+    assert taken(triton=Prediction(90.0, (("product", 90.0),))) == "triton"
 
 
 def test_kinds_that_the_users_prices_do_not_know_are_the_shipped_ones() -> None:

@@ -96,6 +96,11 @@ class Prediction:
     terms: tuple[tuple[str, float], ...]
     beside: tuple[tuple[str, float], ...] = ()
 
+    def apart_from(self, other: Prediction) -> float:
+        """The microseconds of work that the other does not have as well."""
+        theirs = dict(other.terms)
+        return self.us - sum(min(us, theirs.get(kind, 0.0)) for kind, us in self.terms)
+
     def __str__(self) -> str:
         told = " + ".join(f"{us:.3g} {kind}" for kind, us in self.terms if us >= 0.01 * self.us)
         beside = f", beside {_sum(self.beside):.3g}" if self.beside else ""
