@@ -2,9 +2,9 @@
 
 Products of such rows, or of numbers that lie in no rows, run many times below their rate, PyTorch's
 as well as ours: neither can load 16 bytes at once. Zeros fill the copies up to multiples of 16
-features. On Hopper, in 16 bits, the products of the copies write odd rows themselves, and the
-backward's first copy is the pre-activation's gradient, written where it is worked out. Elsewhere
-the product of aligned rows is the one that dispatch chooses for them, and what the zeros add is cut
+features. The backward's first copy is the pre-activation's gradient, written where it is worked
+out. On Hopper, in 16 bits, results of odd rows are written as such by ``cuda``'s product. Any other
+product of aligned rows is the one that dispatch chooses for them, and what the zeros add is cut
 off. A copy reads and writes its tensor once.
 """
 
@@ -38,7 +38,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """(y, pre): x (M, K), weight (N, K), bias (N,) → y (M, N) and, if asked, pre (M, N)."""
     n, k = weight.shape
-    if _writes_odd_rows(x):
+    if _writes_odd_rows(x) and (n % MULTIPLE or _lies_turned(weight)):
         return gemm.forward(
             aligned_copy(x)[:, :k], aligned_copy(weight)[:, :k], bias, activation, save_pre
         )
@@ -90,7 +90,7 @@ def backward(
 def _grad_input(wide: Tensor, dpre: Tensor, weight: Tensor) -> Tensor:
     """dx of dpre, which ``wide`` is a padded copy of; of dpre itself only the kind is read."""
     n, k = weight.shape
-    if _writes_odd_rows(dpre):
+    if _writes_odd_rows(dpre) and (k % MULTIPLE or _lies_turned(weight)):
         dx, _ = gemm.gemm(wide[:, :n], aligned_copy(weight)[:, :k].t())
         return dx
     run = _run("grad_input", dpre, weight, "none", True, True)
@@ -111,7 +111,7 @@ def _lies_turned(weight: Tensor) -> bool:
 
 def _grad_weight(wide: Tensor, dpre: Tensor, x: Tensor) -> Tensor:
     n, k = dpre.shape[1], x.shape[1]
-    if _writes_odd_rows(dpre):
+    if _writes_odd_rows(dpre) and (n % MULTIPLE or k % MULTIPLE):
         dw, _ = gemm.gemm(wide[:, :n].t(), aligned_copy(x)[:, :k].t())
         return dw
     run = _run("grad_weight", dpre, x, "none", True, True)

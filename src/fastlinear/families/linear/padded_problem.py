@@ -22,20 +22,31 @@ def row_length(size: int, itemsize: int) -> int:
 
 
 def writes_odd_rows(p: Problem, capability: tuple[int, int]) -> bool:
-    """Whether products of copies write rows of any length themselves."""
-    return p.dtype in ("bfloat16", "float16") and capability == (9, 0)
+    """Whether the product of copies writes rows of any length itself, as ``cuda``'s does."""
+    able = p.dtype in ("bfloat16", "float16") and capability == (9, 0)
+    return able and _wants_own_product(p)
+
+
+def _wants_own_product(p: Problem) -> bool:
+    """Whether another product than ``cuda``'s would need more copies: results have odd rows, or
+    weights lie turned. Of any other piece dispatch chooses the aligned product."""
+    k, n = p.dim("K") % MULTIPLE > 0, p.dim("N") % MULTIPLE > 0
+    odd = {"forward": n, "grad_input": k}.get(p.piece, k or n)
+    turned = p.option("w") == "kn" and p.piece != "grad_weight"
+    return odd or turned or p.piece == WHOLE_BACKWARD
 
 
 def copied(p: Problem, odd_rows: bool, derived: bool = False) -> tuple[int, ...]:
     """How many numbers each copy of a piece takes, before its product and after it.
 
     Args:
-        odd_rows: see ``writes_odd_rows``.
+        odd_rows: whether the GPU has a product that writes odd rows; see ``writes_odd_rows``.
         derived: whether dpre is at hand as a copy.
     """
     if p.piece == WHOLE_BACKWARD:
         pieces = map(p.with_piece, ("grad_input", "grad_weight"))
         return tuple(n for q in pieces for n in copied(q, odd_rows, derived))
+    odd_rows = odd_rows and _wants_own_product(p)
     m, k, n = p.dim("M"), p.dim("K"), p.dim("N")
     odd_k, odd_n = k % MULTIPLE > 0, n % MULTIPLE > 0
     cut_k, cut_n = (odd and not odd_rows for odd in (odd_k, odd_n))
