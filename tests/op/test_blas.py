@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from threading import Thread, get_ident, local
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,36 @@ def test_a_capture_may_be_the_first_to_take_products_of_pytorch(mode: str) -> No
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """Which handles were asked for, on a machine that need not have a GPU."""
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(blas, "_make", made.append)
+    monkeypatch.setattr(blas, "_of_backwards", set())
+    return made
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext])
+def test_backwards_have_theirs_after_one_plan(mode: Any, asked: list[torch.device]) -> None:
+    place = torch.device("cpu")
+    with mode(), torch.enable_grad():
+        blas.make_ready(place)
+        assert asked == [place]
+        for _ in range(2):
+            blas.make_ready(place, True)
+    assert len(asked) == 1 + 2 + 1
+
+
+def test_inside_a_backward_it_waits_for_nobody(asked: list[torch.device]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: blas.make_ready(torch.device("cpu"), True))
+    y.sum().backward()
+    assert len(asked) == 1
+    assert not blas._of_backwards
 
 
 def test_each_thread_makes_a_handle_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,20 +12,26 @@ from typing import Any
 import torch
 
 _made = threading.local()
+_of_backwards: set[Any] = set()
+"""GPUs whose thread of backwards has a handle."""
 
 
 def make_ready(device: torch.device, grad: bool = False) -> None:
-    """Have handles for a GPU in this thread and, with ``grad``, in the one of its backwards."""
+    """Have handles for a GPU in this thread and, with ``grad``, in the one of its backwards.
+
+    Inside a backward only in this thread: the other may be waiting for it.
+    """
     if torch.version.cuda is None:
         return
     _make(device)
-    if not grad:
+    if not grad or device.index in _of_backwards or torch._C._current_graph_task_id() != -1:
         return
-    with torch.enable_grad():  # no numbers: nothing is launched
+    with torch.inference_mode(False), torch.enable_grad():  # no numbers: nothing is launched
         end = torch.empty(0, device=device, requires_grad=True)
         y = end.view_as(end)
         y.register_hook(lambda _: _make(device))
         torch.autograd.grad(y, end, torch.empty(0, device=device))
+    _of_backwards.add(device.index)
 
 
 def _make(device: torch.device) -> None:

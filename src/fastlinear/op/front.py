@@ -140,6 +140,8 @@ class Front:
         except TypeError:  # an option that cannot be hashed: validation names it
             plan = None
         again = plan is not None
+        if captured:  # this thread's calls before may have been in C++
+            _have_blas(x.device)
         if plan is None:
             arguments = (a, b, c, *options)
             if any(t is not None and t.layout is not _STRIDED for t in leaves(arguments)):

@@ -219,13 +219,13 @@ class _Ops:
         if empty and call[-1] is None:
             return None
         key = (*kind(call), grad)
+        if first(call).is_cuda:  # in each thread: a backward's is another
+            blas.make_ready(first(call).device)
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= self._spec.most_plans:
                 self._known.clear()
             began = cache.changes()
-            if first(call).is_cuda:
-                blas.make_ready(first(call).device)
             found = choices(self._spec, call, grad)
             if cache.changes() == began:
                 self._known[key] = found

@@ -59,6 +59,13 @@ class Chain:
         self.saved = reference.forward(self.x, self.weights, biases, *names, True)[1]
         self.all = True, (True,) * self.layers, tuple(b is not None for b in biases)
 
+    def keep_hidden(self) -> None:
+        """Have the outputs of hidden layers behind what the backward reads."""
+        self.saved = reference.forward(
+            self.x, self.weights, (None,) * self.layers, *self.names, True, True
+        )[1]
+        assert len(self.saved) == 2 * self.layers - 1
+
     def results(self, config: Tiles | None = None, needs: Any = None) -> list[Tensor | None]:
         """All gradients in one list."""
         given = self.dy, self.x, self.weights, self.saved, *self.names, needs or self.all
@@ -135,6 +142,13 @@ def test_tensors_that_begin_anywhere() -> None:
 def test_dy_of_many_columns_is_graded_by_several_tasks(n: int) -> None:
     for names in (("relu", "tanh"), ("gelu", "none")):
         Chain(70, (16, 24, n), names).check(CANDIDATES[0])
+
+
+@pytest.mark.parametrize("final", ["none", "tanh", "gelu"])
+def test_outputs_of_hidden_layers_are_left_alone(final: str) -> None:
+    chain = Chain(70, (16, 40, 24), ("gelu", final))
+    chain.keep_hidden()
+    chain.check()
 
 
 def test_one_row_and_one_feature() -> None:

@@ -30,7 +30,8 @@ class Formula:
         layers: L.
         run: the forward's backend.
         backward: the backward's backend.
-        hidden: whether what hidden layers gave is kept beside their pre-activations.
+        hidden: for each hidden layer whether what it gave is kept beside its pre-activation;
+            empty where the forward gives none, or the backward reads none.
     """
 
     node: ClassVar[str] = "MlpBackward"
@@ -41,14 +42,15 @@ class Formula:
     layers: int
     run: Callable[..., Any]
     backward: Callable[..., Any]
-    hidden: bool = False
+    hidden: tuple[bool, ...] = ()
 
     @property
     def kept(self) -> tuple[int, ...]:
         """How what each layer's backward reads is kept, then outputs of hidden layers."""
         last = autograd_node.KEPT[activation_of(self.final_activation).saved]
-        inner = (autograd_node.INTERNAL,) * (self.layers - 1)
-        return (*inner, last, *(inner if self.hidden else ()))
+        inner, nothing = autograd_node.INTERNAL, autograd_node.NOTHING
+        hidden = (inner if kept else nothing for kept in self.hidden)
+        return (*(inner,) * (self.layers - 1), last, *hidden)
 
     def forward(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
@@ -58,13 +60,14 @@ class Formula:
         bs = (None,) * self.layers if biases is None else tuple(biases)
         x2 = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         names = self.activation, self.final_activation
-        kept = (True,) if self.hidden else ()
-        y, saved = self.run(x2, tuple(weights), bs, *names, True, *kept)
+        more = (True,) if self.hidden else ()
+        y, saved = self.run(x2, tuple(weights), bs, *names, True, *more)
         y = calls.as_result(y, (*x.shape[:-1], y.shape[-1]))
         kind = activation_of(self.final_activation).saved
         end = self.layers - 1
         last = {"none": None, "output": y, "pre": saved[end]}[kind]
-        return (y, *saved[:end], last, *saved[end + 1 :])
+        pairs = zip(saved[end + 1 :], self.hidden, strict=True)
+        return (y, *saved[:end], last, *(h if kept else None for h, kept in pairs))
 
     def gradients(
         self,

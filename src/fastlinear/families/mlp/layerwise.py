@@ -137,7 +137,8 @@ def backward(
 
 def _input(i: int, x: Tensor, saved: tuple[Tensor, ...], names: tuple[str, ...]) -> Tensor:
     """``layer_input``, by a kernel of our own where it computes something."""
-    before, given = saved[i - 1], len(saved) > len(names)
+    before, layers = saved[i - 1], len(names)
+    given = len(saved) > layers and saved[layers + i - 1] is not None
     if not i or given or not before.is_cuda or not before.is_contiguous():
         return layer_input(i, x, saved, names)
     if not activates_at(names[i - 1], before.dtype):

@@ -46,7 +46,8 @@ def forward(
 
     saved[i] (M, n_{i+1}) is layer i's pre-activation where its derivative is computed from that,
     else the layer's output; the last layer's output is y itself. With ``hidden`` the outputs of
-    all hidden layers follow, whose pre-activations are kept: the backward does not compute them.
+    all hidden layers follow, whose pre-activations are kept: the backward does not compute them
+    again. It takes None for those that it does not read.
     """
     saved, outputs = [], []
     h = x
@@ -105,4 +106,5 @@ def layer_input(i: int, x: Tensor, saved: tuple[Tensor, ...], names: tuple[str, 
     act, layers = activation_of(names[i - 1]), len(names)
     if act.saved != "pre":
         return saved[i - 1]
-    return saved[layers + i - 1] if len(saved) > layers else act.value(saved[i - 1])
+    given = saved[layers + i - 1] if len(saved) > layers else None
+    return act.value(saved[i - 1]) if given is None else given

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from fastlinear.core.calls import facts_of
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.select import select
 from fastlinear.dispatch.steps import behind, choices_of, select_pieces
 from fastlinear.families.mlp import backends, layerwise
-from fastlinear.families.mlp.problem import STEP, x_layout_of
+from fastlinear.families.mlp.problem import LOOPS, STEP, x_layout_of
 
 __all__ = ["choices_of", "problem_of", "select_pieces", "tuning_order"]
 
@@ -23,8 +22,9 @@ def tuning_order(p: Problem) -> tuple[Problem, ...]:
     forward = p.with_piece("forward")
     if not p.needs_grad:
         return (*layers, forward)
-    backward = behind(forward, select(forward, ready=False).backend.name)
-    return (*layers, forward, backward, p.with_piece(STEP))
+    # which backward is asked for depends on what the forward turns out to be
+    backwards = dict.fromkeys((p.with_piece("backward"), behind(forward, LOOPS[0])))
+    return (*layers, forward, *backwards, p.with_piece(STEP))
 
 
 def problem_of(

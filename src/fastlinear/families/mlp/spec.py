@@ -83,13 +83,15 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
 
 def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
     """The formula over the backends chosen for forward and backward."""
-    x, _, _, activation, final_activation, _ = arguments
+    x, weights, _, activation, final_activation, _ = arguments
     forward, backward = chosen[:2]
     layers = chosen[0].problem.dim("L")
-    known = activation_of(activation)
-    hidden = known.saved == "pre" and all(c.backend.name in LOOPS for c in (forward, backward))
+    again = activation_of(activation).saved == "pre"
+    loops = all(c.backend.name in LOOPS for c in (forward, backward))
+    # the gradient of the next layer's weight reads what one gave
+    hidden = tuple([w.requires_grad for w in weights[1:]]) if again and loops else ()
     runs = forward.load(), backward.load()
-    formula = Formula(activation, final_activation, layers, *runs, hidden and layers > 1)
+    formula = Formula(activation, final_activation, layers, *runs, hidden if any(hidden) else ())
     apply = Mlp.apply
 
     def plan(x: Tensor, weights: _Weights, biases: _Biases) -> Tensor:

@@ -69,8 +69,8 @@ def serves(dy: Tensor) -> bool:
 
 def serves_size(m: int, n: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     """Whether it takes (M, N) where rows lie well."""
-    able = dtype in _DTYPES and m >= MIN_ROWS and n % 8 == 0 and capability == (9, 0)
-    return able and pays(m, n)
+    able = dtype in _DTYPES and m >= MIN_ROWS and n and n % 8 == 0 and capability == (9, 0)
+    return bool(able) and pays(m, n)
 
 
 def source(dtype: torch.dtype, shape: Shape) -> str:

@@ -105,7 +105,7 @@ def backward(
     """(dx, dWs, dbs), each None where not needed; dy (M, n_L)."""
     need_x, need_ws, need_bs = needs
     dy, x = dy.contiguous(), x.contiguous()
-    saved = tuple(s.contiguous() for s in saved)
+    saved = tuple(s.contiguous() for s in saved[: len(weights)])  # others are outputs
     m, layers = x.shape[0], len(weights)
     dx = torch.empty_like(x) if need_x else None
     dws = tuple(

@@ -110,7 +110,7 @@ def backward(
     need_x, need_ws, need_bs = needs
     rows, layers = x.shape[0], len(weights)
     x, dy = operands.rows_of(x), operands.rows_of(dy)
-    stored = tuple([t.contiguous() for t in saved])
+    stored = tuple([t.contiguous() for t in saved[: len(weights)]])  # others are outputs
     names = layer_activations(layers, activation, final_activation)
     stop = first_needed(needs)
     wanted = [i for i in range(stop, layers) if need_ws[i] or need_bs[i]]

@@ -159,7 +159,8 @@ def order(rows: int, steps: Sequence[Step], graded: bool, tiles: Tiles, units: i
     parts_at = [0, *accumulate(sizes)]
     return Order(
         *(tuple(begin), tuple(slices), tuple(slice_rows)),
-        *(tuple(first_sum[:-1]), first_sum[-1], tuple(parts_at), graded_columns),
+        *(tuple(first_sum[:-1]), first_sum[-1], tuple(parts_at)),
+        graded_columns=graded_columns,
     )
 
 

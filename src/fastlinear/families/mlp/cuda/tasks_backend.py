@@ -73,7 +73,7 @@ def backward(
         found = f"{layers - stop} layers"
         raise UnsupportedError(_NAME, f"at most {MAX_LAYERS} layers", found, _REMEDY)
     x, dy = operands.rows_of(x), operands.rows_of(dy)
-    stored = tuple([t.contiguous() for t in saved])
+    stored = tuple([t.contiguous() for t in saved[:layers]])  # others are outputs, made on the way
     names = layer_activations(layers, activation, final_activation)
     below = activation_of(activation).saved
     graded = activation_of(names[-1]).saved != "none" or not operands.on_16_bytes(dy)

@@ -122,7 +122,7 @@ def backward(
     results are deterministic. Gradients of one call are views of one buffer.
     """
     x, weights = _rows(x), _contiguous(weights)
-    dy, saved = dy.contiguous(), _contiguous(saved)
+    dy, saved = dy.contiguous(), _contiguous(saved[: len(weights)])  # others are outputs
     key = (
         *(x.shape, x.stride(0), x.dtype, x.device, activation, final_activation, needs, config),
         *(matmul_precision(x.dtype), tuple([w.shape for w in weights])),
