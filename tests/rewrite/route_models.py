@@ -160,6 +160,16 @@ class Row(_Holder):
         return self.q(x) * torch.cat([self.k(x), self.v(x)], -1).sigmoid()
 
 
+_SCALES = {"keys": 0.5}
+
+
+class Unfollowed(Row):
+    """The same in a forward that cannot be traced: it reads a global that may change."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(x) * torch.cat([self.k(x) * _SCALES["keys"], self.v(x)], -1).sigmoid()
+
+
 class Parts(_Holder):
     """A loop over chunks amid other work."""
 
@@ -291,6 +301,7 @@ ROUTES: dict[str, Route] = {
     "halves in a forward": Route(HalvesAmid, {"guard", "call_gate"}),
     "halves of one rank": Route(HalvesAt1, {"guard", "call_gate_of"}),
     "row": Route(Row, {"guard", "edit row", "call_row"}),
+    "row in calls": Route(Unfollowed, {"shared_calls", "InCalls", "together"}),
     "parts": Route(Parts, {"guard", "call_parts"}),
     "loop": Route(Loop, {"guard", "grouped_linear"}),
     "towers": Route(Towers, {"guard", "edit parallel_mlps", "call_parallel_mlps"}),

@@ -18,6 +18,7 @@ from fastlinear.rewrite.match.links import Edit, Run
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.swap import forwards
 from fastlinear.rewrite.swap.sequential_forward import Segment
+from fastlinear.rewrite.swap.shared_calls import Group
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,18 @@ class WholeForward:
     """
 
     make: Callable[[], forwards.Forward]
+
+
+@dataclass(frozen=True)
+class InCalls:
+    """How linears that a module calls with one tensor make the call: the first of them for all,
+    inside calls of the module's own forward.
+
+    Attributes:
+        group: the linears, and the call.
+    """
+
+    group: Group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +164,9 @@ class Fusion:
     original: Callable[[Tensor], Results] | None = field(default=None, repr=False)
     exact: Callable[[Tensor, dict[str, Tensor]], Results] | None = field(default=None, repr=False)
     report: Report | None = field(default=None, repr=False)
-    forward: InForward | WholeForward | InSequential | None = field(default=None, repr=False)
+    forward: InForward | WholeForward | InSequential | InCalls | None = field(
+        default=None, repr=False
+    )
     activation: str | None = None
     whole: bool = False
     competes: bool = True

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from fastlinear.rewrite.fusion import Fusion, InForward, InSequential, WholeForward
+from fastlinear.rewrite.fusion import Fusion, InCalls, InForward, InSequential, WholeForward
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.swap import forwards
 from fastlinear.rewrite.swap.modules import Swap
 from fastlinear.rewrite.swap.sequential_forward import Segment, sequential_forward
+from fastlinear.rewrite.swap.shared_calls import caller_forward, shared_linear
 
 
 def swaps_of(candidates: Iterable[Candidate]) -> list[Swap]:
@@ -28,12 +29,16 @@ def swaps_of(candidates: Iterable[Candidate]) -> list[Swap]:
     for chain in chains.values():
         for block in chain.blocks:
             parents.setdefault(chain.fqn, []).extend(parents.pop(block, ()))
-    rest = []
+    rest, callers = [], dict[str, list[Fusion]]()
     for chain in chains.values():
         if isinstance(chain.forward, WholeForward):
             found.append(Swap(chain.fqn, chain.module, chain.forward.make()))
+        elif isinstance(chain.forward, InCalls):
+            callers.setdefault(chain.fqn, []).append(chain)
         else:
             rest.append(chain)
+    for fqn, here in callers.items():
+        found += _shared_swaps(fqn, here)
     for fqn in dict.fromkeys((*parents, *(c.fqn for c in rest))):
         pairs, here = parents.get(fqn, []), [c for c in rest if c.fqn == fqn]
         traced = [c for c in here if not isinstance(c.forward, InSequential)]
@@ -42,6 +47,14 @@ def swaps_of(candidates: Iterable[Candidate]) -> list[Swap]:
         else:
             found.append(_sequential_swap(fqn, pairs, here))
     return found
+
+
+def _shared_swaps(fqn: str, chains: Sequence[Fusion]) -> Iterator[Swap]:
+    """One forward for the module that calls them, and one for each linear."""
+    groups = tuple(c.forward.group for c in chains if isinstance(c.forward, InCalls))
+    yield Swap(fqn, chains[0].module, caller_forward(chains[0].module, groups))
+    for c in (member for chain in chains for member in chain.members):
+        yield Swap(c.fqn, c.module, shared_linear(c.module))
 
 
 def _sequential_swap(fqn: str, pairs: list[Candidate], chains: Sequence[Fusion]) -> Swap:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from fastlinear.families.grouped.problem import NAME
 from fastlinear.rewrite.fusion import Fusion, InSequential
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.rules.grouped.lists.find import found_lists
 from fastlinear.rewrite.rules.grouped.modules.find import module_fusion
 from fastlinear.rewrite.rules.grouped.parallel_mlps.find import FoundGroup, found_groups, suspects
 from fastlinear.rewrite.rules.grouped.rows.find import rows_of
+from fastlinear.rewrite.rules.grouped.rows.observed import SHARED as SHARED_INPUT
+from fastlinear.rewrite.rules.grouped.rows.observed import Row
+from fastlinear.rewrite.rules.grouped.shared.find import shared_of
 from fastlinear.rewrite.rules.grouped.watch import listed, watched
 from fastlinear.rewrite.session import Session
 
@@ -108,9 +113,17 @@ def _rows(session: Session, gone: set[str]) -> list[Fusion]:
         if len(left) < 2:
             made: list[Fusion] | str = _TAKEN if gone & set(row.members) else _NO_CANDIDATES
         else:
-            made = rows_of(session, row, candidates)
+            made = _row(session, row, candidates)
         if isinstance(made, str):
             session.left_alone[row.members[0]] = made
         else:
             found += made
     return found
+
+
+def _row(session: Session, row: Row, candidates: Mapping[str, Candidate]) -> list[Fusion] | str:
+    traced = session.offers(row.fqn)
+    if row.kind != SHARED_INPUT or not isinstance(traced, Refusal):
+        return rows_of(session, row, candidates)
+    made = shared_of(session, row, candidates)
+    return f"{traced.reason.rstrip('.')}; {made}" if isinstance(made, str) else made

@@ -141,7 +141,7 @@ def _run(
 ) -> tuple[list[Seen], dict[str, _Given]]:
     calls: list[Seen] = []
     given = {fqn: _Given() for fqn in suspects}
-    open_: list[Tensor] = []  # keeps the last input's memory from new use
+    open_: list[Tensor] = []  # keeps the last input's memory, and all its tensors, from new use
     kept: list[Tensor] = []  # and that of the parallel MLPs' inputs
     parents = {site.fqn: site.parent_fqn for site in session.sites.values()}
     handed: dict[str, set[tuple[int, int]]] = {}  # memory that the lists' callers are given
@@ -157,14 +157,15 @@ def _run(
         if is_odd(x):
             return
         storage = x.untyped_storage().data_ptr()
-        if not open_ or open_[0].untyped_storage().data_ptr() != storage:
-            open_[:] = [x]
+        if open_ and open_[0].untyped_storage().data_ptr() != storage:
+            open_.clear()
+        open_.append(x)
         if fqn in firsts:
             kept.append(x)
         here, parent = _memory(x), parents.get(fqn)
         place = tuple(x.shape), tuple(x.stride()), int(x.storage_offset())
         given_it = here in handed.get(parent or "", ())
-        calls.append(Seen(fqn, parent, here, *place, x.dtype, x.requires_grad, given_it))
+        calls.append(Seen(fqn, parent, here, *place, x.dtype, x.requires_grad, given_it, id(x)))
 
     def suspect(fqn: str, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         if kwargs or len(args) != 1 or type(args[0]) is not Tensor:

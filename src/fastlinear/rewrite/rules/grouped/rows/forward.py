@@ -66,7 +66,8 @@ def _trained(weight: Tensor, bias: Tensor | None) -> bool:
 def behind_one_another(
     weights: Sequence[Any], biases: Sequence[Any]
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Weights and biases as those of one linear; None where they are not of one kind.
+    """Weights and biases as those of one linear; None where they are not of one kind. Where some
+    have no bias, theirs is 0.
 
     Gradients reach every one of them.
     """
@@ -76,10 +77,14 @@ def behind_one_another(
             return None
         if w.dtype is not first.dtype or w.device != first.device:
             return None
-    missing = [b is None for b in biases]
-    if all(missing):
+    if all(b is None for b in biases):
         return torch.cat(tuple(weights)), None
+    known = []
     for w, b in zip(weights, biases, strict=True):
-        if type(b) not in PLAIN or b.dtype is not first.dtype or b.shape != w.shape[:1]:
+        given = w.new_zeros(len(w)) if b is None else b
+        if type(given) not in PLAIN or given.dtype is not first.dtype:
             return None
-    return torch.cat(tuple(weights)), torch.cat(tuple(biases))
+        if given.shape != w.shape[:1]:
+            return None
+        known.append(given)
+    return torch.cat(tuple(weights)), torch.cat(known)

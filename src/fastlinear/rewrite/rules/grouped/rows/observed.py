@@ -33,6 +33,7 @@ class Seen:
         dtype: of the input.
         grad: whether its gradient is wanted.
         given: whether it lies in what the parent's forward was given, unwritten since.
+        tensor: which object the input is, among those that lie in that memory.
     """
 
     fqn: str
@@ -44,6 +45,7 @@ class Seen:
     dtype: torch.dtype
     grad: bool = False
     given: bool = False
+    tensor: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Row:
         dtype: of the inputs.
         grad: whether a gradient of one is wanted.
         calls: how often a step makes it.
+        one_tensor: whether all are given the very same tensor, each time.
     """
 
     kind: str
@@ -70,6 +73,7 @@ class Row:
     dtype: torch.dtype
     grad: bool = False
     calls: int = 1
+    one_tensor: bool = False
 
 
 def rows(calls: Sequence[Seen], linears: Mapping[str, nn.Module]) -> list[Row]:
@@ -84,7 +88,10 @@ def rows(calls: Sequence[Seen], linears: Mapping[str, nn.Module]) -> list[Row]:
         if call is None or (run and not _belongs(run, call, linears)):
             for row in _row(run, linears):
                 known = found.get(row.members)
-                found[row.members] = row if known is None else replace(known, calls=known.calls + 1)
+                if known is not None:
+                    one = known.one_tensor and row.one_tensor
+                    row = replace(known, calls=known.calls + 1, one_tensor=one)
+                found[row.members] = row
             run = []
         if call is not None and call.parent is not None:
             run.append(call)
@@ -96,19 +103,21 @@ def _belongs(run: list[Seen], call: Seen, linears: Mapping[str, nn.Module]) -> b
     first = run[0]
     if any(call.fqn == other.fqn for other in run):
         return False
-    return (
-        (call.parent, call.storage, call.shape, call.stride, call.dtype)
-        == (first.parent, first.storage, first.shape, first.stride, first.dtype)
-        and (linears[call.fqn].bias is None) == (linears[first.fqn].bias is None)
-        and _steady([*run, call], linears)
-    )
+    return (call.parent, call.storage, call.shape, call.stride, call.dtype) == (
+        first.parent,
+        first.storage,
+        first.shape,
+        first.stride,
+        first.dtype,
+    ) and _steady([*run, call], linears)
 
 
 def _steady(run: list[Seen], linears: Mapping[str, nn.Module]) -> bool:
-    """Whether the inputs lie at one distance, 0 for one input; layers of parts are of one size."""
+    """Whether the inputs lie at one distance, 0 for one input; layers of parts are of one size, and
+    all have biases or none."""
     offsets = sorted(call.offset for call in run)
     steps = {b - a for a, b in pairwise(offsets)}
-    outputs = {linears[call.fqn].out_features for call in run}
+    outputs = {(linears[c.fqn].out_features, linears[c.fqn].bias is None) for c in run}
     return len(steps) == 1 and (steps == {0} or len(outputs) == 1)
 
 
@@ -127,6 +136,7 @@ def _row(run: list[Seen], linears: Mapping[str, nn.Module]) -> list[Row]:
         step,
         first.dtype,
         any(call.grad for call in run),
+        one_tensor=len({call.tensor for call in run}) == 1,
     )
     return [row]
 

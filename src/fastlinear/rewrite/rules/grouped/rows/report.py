@@ -35,8 +35,9 @@ def of_row(session: Session, row: Row) -> Fusion | None:
     join: Any = torch.stack if row.step else torch.cat
     grad = any(p.requires_grad for p in own)
     weight, bias = join([m.weight.detach() for m in layers]).requires_grad_(grad), None
-    if layers[0].bias is not None:
-        bias = join([m.bias.detach() for m in layers]).requires_grad_(grad)
+    biases = [m.weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in layers]
+    if any(m.bias is not None for m in layers):
+        bias = join([b.detach() for b in biases]).requires_grad_(grad)
     new = [t for t in (weight, bias) if t is not None]
 
     def before(x: Tensor) -> tuple[Tensor, ...]:
