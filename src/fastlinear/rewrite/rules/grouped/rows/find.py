@@ -90,9 +90,7 @@ class _Row:
     def problem(self, x: Tensor) -> Problem:
         calls = self.calls()
         with torch.no_grad():
-            joined = behind_one_another(*self.held())
-        assert joined is not None
-        weight, bias = joined
+            weight, bias = behind_one_another(*self.held())
         if calls.autocast is not None:
             x, weight = x.to(calls.autocast), weight.to(calls.autocast)
             bias = None if bias is None else bias.to(calls.autocast)

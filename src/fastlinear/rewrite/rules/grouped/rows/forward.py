@@ -32,21 +32,29 @@ def call_row(parent: nn.Module, names: Sequence[str], x: Tensor) -> tuple[Tensor
 
 def together(x: Tensor, weights: Sequence[Any], biases: Sequence[Any]) -> tuple[Tensor, ...] | None:
     """The linears (N, K) of one input as one product; None where they are not of one kind."""
-    joined = behind_one_another(weights, biases)
-    if joined is None or not x.dim() or x.shape[-1] != joined[0].shape[1]:
+    if not take(x, weights, biases):
         return None
-    weight, bias = joined
+    y = product(x, *behind_one_another(weights, biases))
+    split: Any = torch.split_with_sizes_copy  # its annotation knows the call with out= alone
+    return recorded(split(y, [len(w) for w in weights], -1), x, weights, biases)
+
+
+def take(x: Tensor, weights: Sequence[Any], biases: Sequence[Any]) -> bool:
+    """Whether linears of one kind take x; if not, they say what is wrong."""
+    if not of_one_kind(weights, biases) or not x.dim() or x.shape[-1] != weights[0].shape[1]:
+        return False
     autocast = torch.is_autocast_enabled(x.device.type)
-    if x.device != weight.device or not (autocast or x.dtype is weight.dtype):
-        return None  # the layers say what is wrong
+    return x.device == weights[0].device and (autocast or x.dtype is weights[0].dtype)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``linear_act`` as one of torch's functions: a mode of fastlinear's sees the call whole."""
     if has_torch_function_unary(x):
         y: Tensor = handle_torch_function(
             linear_act, (x,), x, weight, bias, activation="none", backend=None
         )
-    else:
-        y = linear_act(x, weight, bias)
-    split: Any = torch.split_with_sizes_copy  # its annotation knows the call with out= alone
-    return recorded(split(y, [len(w) for w in weights], -1), x, weights, biases)
+        return y
+    return linear_act(x, weight, bias)
 
 
 def recorded(
@@ -63,28 +71,30 @@ def _trained(weight: Tensor, bias: Tensor | None) -> bool:
     return weight.requires_grad or (bias is not None and bias.requires_grad)
 
 
+def of_one_kind(weights: Sequence[Any], biases: Sequence[Any]) -> bool:
+    """Whether weights and biases may be those of one linear. Some may have no bias."""
+    first = weights[0]
+    for w, b in zip(weights, biases, strict=True):
+        if type(w) not in PLAIN or w.dim() != 2 or w.shape[1] != first.shape[1]:
+            return False
+        if w.dtype is not first.dtype or w.device != first.device:
+            return False
+        if b is None:
+            continue
+        if type(b) not in PLAIN or b.dtype is not first.dtype or b.shape != w.shape[:1]:
+            return False
+    return True
+
+
 def behind_one_another(
-    weights: Sequence[Any], biases: Sequence[Any]
-) -> tuple[Tensor, Tensor | None] | None:
-    """Weights and biases as those of one linear; None where they are not of one kind. Where some
-    have no bias, theirs is 0.
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases of one kind as those of one linear. Where some have no bias, theirs is 0.
 
     Gradients reach every one of them.
     """
-    first = weights[0]
-    for w in weights:
-        if type(w) not in PLAIN or w.dim() != 2 or w.shape[1] != first.shape[1]:
-            return None
-        if w.dtype is not first.dtype or w.device != first.device:
-            return None
+    weight = torch.cat(tuple(weights))
     if all(b is None for b in biases):
-        return torch.cat(tuple(weights)), None
-    known = []
-    for w, b in zip(weights, biases, strict=True):
-        given = w.new_zeros(len(w)) if b is None else b
-        if type(given) not in PLAIN or given.dtype is not first.dtype:
-            return None
-        if given.shape != w.shape[:1]:
-            return None
-        known.append(given)
-    return torch.cat(tuple(weights)), torch.cat(known)
+        return weight, None
+    pairs = zip(weights, biases, strict=True)
+    return weight, torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])

@@ -44,7 +44,8 @@ def writes_nothing_between(module: nn.Module, names: Sequence[str]) -> bool:
         if "JUMP_BACKWARD" in step.opname and step.argval <= code[last].offset:
             return False  # a loop: what stands before them may run between them
     inner = any(inspect.iscode(step.argval) for step in code[first:last])
-    return not inner and not any(map(_writes, code[first:last]))
+    constants = forward.__code__.co_consts
+    return not inner and not any(_writes(step, constants) for step in code[first:last])
 
 
 def _forward(module: nn.Module) -> FunctionType | None:
@@ -52,12 +53,12 @@ def _forward(module: nn.Module) -> FunctionType | None:
     return forward if isinstance(forward, FunctionType) else None
 
 
-def _writes(step: dis.Instruction) -> bool:
+def _writes(step: dis.Instruction, constants: Sequence[Any]) -> bool:
     if step.opname in _STORES:
         return True
     if step.opname == "BINARY_OP":
         return step.argrepr.endswith("=")
-    name = step.argval
-    if step.opname in _READS and isinstance(name, str):
-        return name.endswith("_") and not name.endswith("__")
-    return step.opname == "KW_NAMES" and "out" in str(step.argrepr)
+    name = constants[step.arg or 0] if step.opname == "KW_NAMES" else step.argval
+    if step.opname in _READS:
+        return str(name).endswith("_") and not str(name).endswith("__")
+    return isinstance(name, tuple) and "out" in name  # names of arguments

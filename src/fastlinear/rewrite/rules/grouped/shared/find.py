@@ -7,9 +7,8 @@ to compute them: one product of the weights laid behind one another, and one cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,21 +27,14 @@ from fastlinear.rewrite.match.candidate import (
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.grouped.lists.fuse import SHARED, UNEQUAL
-from fastlinear.rewrite.rules.grouped.parallel_mlps.forward import (
-    LISTS,
-    Way,
-    fit,
-    parallel_layers,
-)
 from fastlinear.rewrite.rules.grouped.parallel_mlps.fuse import exact_of
-from fastlinear.rewrite.rules.grouped.rows.forward import behind_one_another, together
+from fastlinear.rewrite.rules.grouped.rows.forward import behind_one_another, of_one_kind
 from fastlinear.rewrite.rules.grouped.rows.observed import Row
 from fastlinear.rewrite.rules.grouped.shared.code import why_not_shared, writes_nothing_between
+from fastlinear.rewrite.rules.grouped.shared.forward import listed, together
 from fastlinear.rewrite.session import Session
 from fastlinear.rewrite.swap.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.swap.shared_calls import Compute, Group, calling, shared_linear
-
-_LISTED = Way(("none",), LISTS)
 
 
 def shared_of(
@@ -62,6 +54,8 @@ def shared_of(
     members = tuple(c for c in called if _may_share(session, row.fqn, c))
     if len(members) < 2 or not one_pass(members) or not all_different(members):
         return "its linears are called differently often, or share a weight"
+    if not of_one_kind(*weights_and_biases(members)):
+        return "its linears differ in dtype or device"
     names = tuple(inside(row.fqn, c.fqn) or "" for c in members)
     made = _Shared(parent, members, names, writes_nothing_between(parent, names))
     found = [_fusion(row.fqn, made, NAME, together)]
@@ -74,15 +68,6 @@ def _may_share(session: Session, fqn: str, c: Candidate) -> bool:
     """Whether a linear lies inside the module that alone calls it, with nothing fused behind it."""
     calls_it = session.sites[c.fqn].parent_fqn == fqn and inside(fqn, c.fqn) is not None
     return calls_it and type(c.module) in PLAIN_LINEARS and c.activation == "none"
-
-
-def listed(x: Tensor, weights: Sequence[Any], biases: Sequence[Any]) -> Sequence[Tensor] | None:
-    """The linears (N, K) of one input as one call of ``unequal_linear``; None where they are not of
-    one kind."""
-    xs, weights, biases = (x,) * len(weights), [list(weights)], [list(biases)]
-    if not fit(xs, weights, biases, _LISTED):
-        return None
-    return parallel_layers(xs, weights, biases, way=_LISTED)
 
 
 @dataclass(frozen=True)
@@ -98,9 +83,7 @@ class _Shared:
         """Of one product of all weights."""
         calls = self.members[0].calls
         with torch.no_grad():
-            joined = behind_one_another(*weights_and_biases(self.members))
-        assert joined is not None
-        weight, bias = joined
+            weight, bias = behind_one_another(*weights_and_biases(self.members))
         if calls.autocast is not None:
             x, weight = x.to(calls.autocast), weight.to(calls.autocast)
             bias = None if bias is None else bias.to(calls.autocast)
