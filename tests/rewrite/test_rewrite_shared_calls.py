@@ -243,8 +243,20 @@ def test_inference_mode(compute: Any, counts: Counts) -> None:
         assert counts() == ((1, 2) if unwritten else (0, 0))
     with torch.inference_mode():
         x = x_of(3, 8)
+        model, plain = rewritten(Attention(), compute, unwritten=False)
     with torch.no_grad():
-        torch.testing.assert_close(model(x), plain(x))
+        for given in (x, x_of(3, 8)):  # weights of inference mode count no writes either
+            torch.testing.assert_close(model(given), plain(given))
+    assert counts() == (0, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_with_hooks_is_called_by_itself(name: str, counts: Counts) -> None:
+    model, plain = rewritten(Attention())
+    for m in (model, plain):
+        m.get_submodule(name).register_forward_hook(lambda _, __, y: y * 3)
+    same(model, plain, x_of(3, 8))
+    assert counts() == (0, 0)
 
 
 def test_nothing_is_kept_after_a_call() -> None:
@@ -283,7 +295,7 @@ def test_a_module_that_calls_itself(counts: Counts) -> None:
     assert counts() == (2, 4)
 
 
-def test_threads_share_nothing() -> None:
+def test_threads_share_nothing(counts: Counts) -> None:
     wait = threading.Barrier(4)
     model, plain = rewritten(Attention(lambda *_: wait.wait(30)))
     plain.between = None
@@ -302,6 +314,7 @@ def test_threads_share_nothing() -> None:
         t.join()
     for i, x in enumerate(xs):
         torch.testing.assert_close(found[i], plain(x))
+    assert counts() == (20, 40)
 
 
 @pytest.mark.parametrize("grad", [False, True])
