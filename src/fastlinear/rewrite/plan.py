@@ -49,7 +49,8 @@ class Rewrite:
         route: ``"plain"`` (the linear alone), ``"parent"`` (the parent's forward makes one fused
             call of the linear and its activation) or ``"chain"`` (the forward of the module named
             by ``parent_fqn`` makes one call for a run of linears, for those of a gated MLP or of a
-            group, for a layer of all its parallel MLPs, or for a linear and what follows it);
+            group, for a layer of all its parallel MLPs, or for a linear and what follows it; or the
+            first linear of a group makes it inside that module's calls);
             ``"own"`` is a grouped convolution, or a module with weights of its own, as one call;
             ``"graph"`` (rule ``"graphed"``) is a module replayed as CUDA graphs: the model as a
             whole or a part of it; ``"compile"`` (rule ``"compiled"``) the model or a block of it
