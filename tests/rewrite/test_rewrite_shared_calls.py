@@ -224,6 +224,52 @@ def test_results_that_are_not_taken_leave_no_gradients() -> None:
         same(model, plain, x_of(3, 8), other=x_of(1))
 
 
+@pytest.mark.parametrize("compute", [together, listed])
+def test_several_backwards_and_second_derivatives(compute: Any) -> None:
+    found = []
+    for model in rewritten(Attention(), compute):
+        x, params = x_of(3, 8, grad=True), list(model.parameters())
+        q, k, v = model(x).split((8, 4, 4), -1)
+        grads = []
+        for y in (q, k + v, q * v.sum(), v):  # each reads other results
+            model.zero_grad()
+            y.square().sum().backward(retain_graph=True)
+            grads += [p.grad for p in params]
+        (dx,) = torch.autograd.grad((q * v.sum() + k.sum()).square().sum(), x, create_graph=True)
+        model.zero_grad()
+        dx.square().sum().backward()
+        found.append([*grads, x.grad, *(p.grad for p in params)])
+    for a, b in zip(*found, strict=True):
+        if b is None:
+            assert a is None or not a.any()
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("compute", [together, listed])
+def test_training_under_autocast(compute: Any, counts: Counts) -> None:
+    found = []
+    for model in rewritten(Attention(), compute):
+        x = x_of(3, 8, grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        assert y.dtype is torch.bfloat16
+        y.float().square().sum().backward()
+        found.append([y, x.grad, *(p.grad for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert a.dtype is b.dtype
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+    assert counts() == (1, 2)
+
+
+def test_another_stream_counts(counts: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = iter(range(100))
+    monkeypatch.setattr(shared_calls, "_stream_of", lambda _: next(streams))
+    model, plain = rewritten(Attention())
+    same(model, plain, x_of(3, 8))
+    assert counts() == (1, 0)
+
+
 def test_layers_that_are_frozen() -> None:
     model = Attention()
     model.k.requires_grad_(False)

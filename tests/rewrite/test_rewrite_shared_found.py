@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.rewrite.swap.modules import is_rewritten
-from tests.rewrite.grouped_models import FAST, optimized, same_results
+from tests.rewrite.grouped_models import FAST, same_results
 from tests.rewrite.rewrite_models import Clock, LoraLinear
 from tests.rewrite.route_models import lists_together
-
-FAMILY = ("grouped_linear",)
 
 
 class Branching(nn.Module):
@@ -68,6 +66,14 @@ class Unlike(Branching):
 QKV, HEADS = {"0.q", "0.k", "0.v"}, {"0.heads.0", "0.heads.1", "0.heads.2"}
 
 
+def tried(model: nn.Module, x: Tensor, mode: str = "inference", **how: Any) -> Any:
+    """``optimize_`` by the rule alone, with settings that take little time."""
+    settings = {"draws": 1, "optimizer_steps": 1, "tune": False, "time_budget_s": 300.0}
+    filter_fn = how.pop("filter_fn", None)
+    config = fl.Config(mode=mode, families=("grouped_linear",), **{**settings, **how})
+    return fl.optimize_(model, x, config, filter_fn=filter_fn)
+
+
 def kept(result: Any) -> dict[str, str]:
     return {s.fqn: s.rule for s in result.sites if s.status == "kept"}
 
@@ -81,7 +87,7 @@ def test_two_groups_of_one_forward(mode: str, clock: Clock, tmp_path: Path) -> N
     clock(FAST)
     model, x = nn.Sequential(Branching()).train(mode == "train"), torch.randn(4, 8)
     plain = copy.deepcopy(model)
-    result = optimized(model, x, mode, families=FAMILY)
+    result = tried(model, x, mode)
     assert kept(result) == dict.fromkeys(QKV | HEADS, "grouped_linear")
     assert told(result).count("optimize_ has put it in place") == 2
     for given in (x, torch.cat([x, x]), x + 1e4):  # the last takes the other branch
@@ -98,7 +104,7 @@ def test_the_faster_of_two_ways_stays(clock: Clock, tmp_path: Path) -> None:
     model, x = nn.Sequential(Branching()).eval(), torch.randn(4, 8)
     plain = copy.deepcopy(model)
     with lists_together():
-        result = optimized(model, x, families=FAMILY)
+        result = tried(model, x)
         assert kept(result) == dict.fromkeys(QKV | HEADS, "unequal_linear")
         same_results(model, plain, x)
         stored = result.plan.to_json()
@@ -111,7 +117,7 @@ def test_the_faster_of_two_ways_stays(clock: Clock, tmp_path: Path) -> None:
 def test_what_is_slower_is_reverted_and_told(clock: Clock) -> None:
     clock({**FAST, "after": 150.0})
     model = nn.Sequential(Branching()).eval()
-    result = optimized(model, torch.randn(4, 8), families=FAMILY)
+    result = tried(model, torch.randn(4, 8))
     assert not kept(result)
     assert not any(is_rewritten(m) for m in model.modules())
     assert any("'0.q' to '0.v' left alone: one call is 0.67x" in note for note in result.notes)
@@ -124,9 +130,7 @@ def test_what_is_less_accurate_is_reverted(clock: Clock, monkeypatch: pytest.Mon
     real = rows.linear_act
     monkeypatch.setattr(rows, "linear_act", lambda *a, **how: real(*a, **how) * 1.001)
     model = nn.Sequential(Branching()).eval()
-    result = optimized(
-        model, torch.randn(4, 8), families=FAMILY, backends={"grouped_linear": "eager"}
-    )
+    result = tried(model, torch.randn(4, 8), backends={"grouped_linear": "eager"})
     assert not kept(result)
     assert any("less accurate" in note for note in result.notes)
 
@@ -148,7 +152,7 @@ def test_what_is_left_alone_says_why(make: Any, edit: Any, why: str, clock: Cloc
     model = nn.Sequential(make()).eval()
     if edit is not None:
         edit(model)
-    result = optimized(model, torch.randn(4, 8), families=FAMILY)
+    result = tried(model, torch.randn(4, 8))
     assert not QKV & set(kept(result))
     assert why in told(result)
 
@@ -156,7 +160,7 @@ def test_what_is_left_alone_says_why(make: Any, edit: Any, why: str, clock: Cloc
 def test_linears_that_differ_are_left_alone(clock: Clock) -> None:
     clock(FAST)
     model = nn.Sequential(Unlike()).eval()
-    assert not kept(optimized(model, torch.randn(4, 8), families=FAMILY))
+    assert not kept(tried(model, torch.randn(4, 8)))
 
 
 def test_what_others_have_taken_is_left_out(clock: Clock) -> None:
@@ -165,14 +169,13 @@ def test_what_others_have_taken_is_left_out(clock: Clock) -> None:
     x = torch.randn(4, 8)
     model: Any = nn.Sequential(Branching()).eval()
     model[0].k = LoraLinear(model[0].k)
-    assert "0.k.base_layer" not in kept(optimized(model, x, families=FAMILY))
+    assert "0.k.base_layer" not in kept(tried(model, x))
     model = nn.Sequential(Branching()).eval()
     model[0].k.register_forward_hook(lambda *_: None)
-    assert set(kept(optimized(model, x, families=FAMILY))) == {"0.q", "0.v"} | HEADS
+    assert set(kept(tried(model, x))) == {"0.q", "0.v"} | HEADS
     model = nn.Sequential(Branching()).eval()
     model[0].v.weight = model[0].q.weight
-    assert set(kept(optimized(model, x, families=FAMILY))) == HEADS
+    assert set(kept(tried(model, x))) == HEADS
     model = nn.Sequential(Branching()).eval()
-    config = fl.Config(draws=1, families=FAMILY)
-    result = fl.optimize_(model, x, config, filter_fn=lambda _, fqn: not fqn.endswith("q"))
+    result = tried(model, x, filter_fn=lambda _, fqn: not fqn.endswith("q"))
     assert set(kept(result)) == {"0.k", "0.v"} | HEADS

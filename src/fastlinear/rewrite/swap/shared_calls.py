@@ -32,7 +32,6 @@ Compute = Callable[[Tensor, Sequence[Any], Sequence[Any]], Sequence[Tensor] | No
 
 _Pair = tuple[Tensor, Tensor | None]
 _saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_stream: Callable[[int], Any] | None = getattr(torch._C, "_cuda_getCurrentStream", None)
 
 
 @dataclass(frozen=True)
@@ -139,9 +138,14 @@ def _facts(x: Tensor) -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         autocast_dtype(x),
         _saved_hooks(True),
-        _stream(x.device.index) if x.is_cuda and _stream is not None else None,
+        _stream_of(x),
         _state(x),
     )
+
+
+def _stream_of(x: Tensor) -> Any:
+    """The stream in which a GPU would compute it."""
+    return torch._C._cuda_getCurrentStream(x.device.index) if x.is_cuda else None
 
 
 def _state(t: Tensor | None) -> tuple[int, bool] | None:

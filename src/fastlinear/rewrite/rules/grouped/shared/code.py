@@ -14,6 +14,7 @@ from fastlinear.core.global_names import names_of
 from fastlinear.profile.effects import class_forward, functions_of
 
 _READS = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_UNSEEN = frozenset({"data", "numpy"})  # through which tensors are written without a count
 _STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"})
 
 
@@ -23,8 +24,9 @@ def why_not_shared(module: nn.Module) -> str | None:
     if forward is None:
         return "its forward is no Python function"
     for function in functions_of(module, forward):
-        if "data" in names_of(function.__code__):
-            return f"{function.__qualname__} names data, through which writes are not seen"
+        named = sorted(_UNSEEN.intersection(names_of(function.__code__)))
+        if named:
+            return f"{function.__qualname__} names {named[0]}, through which writes are not seen"
     return None
 
 
