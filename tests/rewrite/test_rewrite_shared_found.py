@@ -14,7 +14,7 @@ import fastlinear as fl
 from fastlinear.rewrite.swap.modules import is_rewritten
 from tests.rewrite.grouped_models import FAST, same_results
 from tests.rewrite.rewrite_models import Clock, LoraLinear
-from tests.rewrite.route_models import lists_together
+from tests.rewrite.route_models import Unfollowed, lists_together
 
 
 class Branching(nn.Module):
@@ -179,3 +179,19 @@ def test_what_others_have_taken_is_left_out(clock: Clock) -> None:
     model = nn.Sequential(Branching()).eval()
     result = tried(model, x, filter_fn=lambda _, fqn: not fqn.endswith("q"))
     assert set(kept(result)) == {"0.k", "0.v"} | HEADS
+
+
+@pytest.mark.usefixtures("tape", "graphs_run_eagerly")
+@pytest.mark.parametrize("how", ["graphs", "compile"])
+def test_graphs_and_compiled_models_take_them_in(how: str, clock: Clock) -> None:
+    clock(FAST)
+    model, x = nn.Sequential(Unfollowed()).eval(), torch.randn(4, 16)
+    plain = copy.deepcopy(model)
+    result = tried(model, x, **{how: True})
+    assert {r.rule for r in result.plan.rewrites} == {
+        "grouped_linear",
+        "graphed" if how == "graphs" else "compiled",
+    }
+    for given in (x, x + 1, torch.randn(7, 16)):
+        with torch.no_grad():
+            torch.testing.assert_close(model(given), plain(given))
