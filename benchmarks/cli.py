@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.drawn.cli import drawn as draw
+from benchmarks.suite.cli import asked as asks_for_suite
+from benchmarks.suite.cli import suite
 from fastlinear.cli import options as opt
 from fastlinear.cli.console import (
     check_writable,
@@ -26,10 +28,17 @@ _PLOTS = (".png", ".svg")
 
 def command(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     """The command line as the library below typer has it, and the arguments for it."""
-    drawn = list(arguments[:1]) == ["drawn"]
     app = typer.Typer(rich_markup_mode="markdown", add_completion=False)
-    app.command("bench drawn" if drawn else "bench")(draw if drawn else bench)
-    return typer.main.get_command(app), list(arguments[drawn:])
+    given = list(arguments)
+    if given[:1] == ["drawn"]:
+        given = given[1:]
+        app.command("bench drawn")(draw)
+    elif asks_for_suite(given):
+        given = [word for word in given if word not in ("models", "--suite")]
+        app.command("bench models --suite")(suite)
+    else:
+        app.command("bench")(bench)
+    return typer.main.get_command(app), given
 
 
 def bench(
@@ -37,7 +46,8 @@ def bench(
         str,
         typer.Argument(
             help="linear, linear-bias, linear-modules, pseudo-linear, overhead, mlps, strassen, "
-            "graphed, groups, ragged, unequal, gated-mlp, models; drawn has a help of its own."
+            "graphed, groups, ragged, unequal, gated-mlp, models; drawn and models --suite have a "
+            "help of their own."
         ),
     ] = "linear",
     device: opt.Place = "cpu",

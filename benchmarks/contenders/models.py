@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,19 +36,32 @@ class ModelWork(AnyWork):
         case: what is measured.
         model: in eval mode, on the device, in the case's dtype.
         inputs: keyword arguments of the forward.
+        budget_s: seconds that ``optimize_`` may take for what can be left out.
         stacks: one entry, so that nothing rotates: a model's weights exceed the caches by far.
         cold: False; a model runs over and over.
         result: what ``optimize_`` did, once our contender is built.
         rewritten: the model it left.
+        whole: what it did where CUDA graphs or compiling were asked for as well.
     """
 
     case: Case
     model: nn.Module
     inputs: dict[str, Tensor]
+    budget_s: float = _BUDGET_S
     stacks: tuple[None, ...] = (None,)
     cold: bool = False
     result: list[Result] = field(default_factory=list)
     rewritten: list[nn.Module] = field(default_factory=list)
+    whole: list[Result] = field(default_factory=list)
+
+    @property
+    def train(self) -> bool:
+        """Whether it is optimized for training."""
+        return self.case.needs_grad
+
+    def given(self) -> Any:
+        """The inputs, as ``optimize_`` takes them."""
+        return dict(self.inputs)
 
     def unit(self, model: Callable[..., Any]) -> Unit:
         """One forward of a model."""
@@ -183,14 +196,23 @@ def _compiled(model: nn.Module, **how: Any) -> Callable[..., Any]:
     return torch.compile(model, dynamic=False, **how)
 
 
-def _reduced(model: nn.Module) -> Callable[..., Any]:
-    compiled = _compiled(model, mode="reduce-overhead")
+@dataclass(frozen=True)
+class _Reduced:
+    """A model replayed as CUDA graphs, each call of which is a step of its own."""
 
-    def run(**inputs: Tensor) -> Any:
+    compiled: Any
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of the model."""
+        return iter(self.compiled.parameters())
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
-        return compiled(**inputs)
+        return self.compiled(*args, **inputs)
 
-    return run
+
+def _reduced(model: nn.Module) -> Callable[..., Any]:
+    return _Reduced(_compiled(model, mode="reduce-overhead"))
 
 
 def _optimized(work: ModelWork, *, graphs: bool = False, compile: bool = False) -> nn.Module:
@@ -202,9 +224,17 @@ def _optimized(work: ModelWork, *, graphs: bool = False, compile: bool = False) 
     if not plain:
         _optimized(work)
     model = copy.deepcopy(work.model)
-    config = Config(time_budget_s=_BUDGET_S, graphs=graphs, compile=compile, tune=plain)
-    result = optimize_(model, dict(work.inputs), config=config)
+    config = Config(
+        mode="train" if work.train else "inference",
+        time_budget_s=work.budget_s,
+        graphs=graphs,
+        compile=compile,
+        tune=plain,
+    )
+    result = optimize_(model, work.given(), config=config)
     if plain:
         work.rewritten.append(model)
         work.result.append(result)
+    else:
+        work.whole.append(result)
     return model

@@ -1,0 +1,1 @@
+"""``fastlinear bench models --suite``: model families of the field, small, before and after."""

@@ -1,0 +1,1 @@
+"""The model families, one file a kind. Widths are typical of published ones, scaled down."""
