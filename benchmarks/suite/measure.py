@@ -15,7 +15,7 @@ import torch
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import OURS, Peer
 from benchmarks.harness.work import Unit
-from benchmarks.suite import outcomes, verify
+from benchmarks.suite import callers, outcomes, verify
 from benchmarks.suite.family import Family
 from benchmarks.suite.work import ASKED, SuiteWork, case_of, contenders, make_work
 from fastlinear.core.environment import environment
@@ -90,6 +90,7 @@ def blank(family: Family, how: How) -> Row:
         "outcomes": {},
         "flops": {},
         "reasons": [],
+        "callers": [],
         "calibration": [],
         "verified": None,
         "verdicts": 0,
@@ -130,6 +131,8 @@ def measure(family: Family, how: How, clock: Clock) -> Row:
         known = verify.before(work, device)
     row["parameters"] = sum(p.numel() for p in work.model.parameters())
     row["oracle"] = known.oracle.name
+    with clock.timing("trace"):
+        row["callers"] = callers.untraced(work.model, work.given(), how.mode)
     units = _units(work, case, how, clock, known, row)
     row["whole"] = outcomes.whole_of(work.whole)
     with clock.timing("measure"), work.mode():

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.suite.callers import UNTRACED_CODES
 from fastlinear.rewrite import Result
 
 KEPT, UNTRACED = "kept", "cannot be traced"
-_UNTRACED_CODES = frozenset({"untraceable", "gradients"})
 _WHOLE = frozenset({"graphed", "compiled"})  # rules about the model, not about a linear
 _SLOWER = frozenset({"slower", "slower_model", "not_faster"})
 _LONGEST = 300
@@ -19,7 +19,7 @@ def label(status: str, code: str) -> str:
     """An outcome in a few words: its status, with the code where that says more."""
     if status == KEPT:
         return KEPT
-    if code in _UNTRACED_CODES:
+    if code in UNTRACED_CODES:
         return UNTRACED
     if code in _SLOWER:
         return "slower"

@@ -31,21 +31,25 @@ def behind(row: Row) -> bool:
     return row["ratio_ci95"] is not None and row["ratio_ci95"][0] > 1.0 + BEHIND
 
 
-def share(row: Row, of: str = "untraced") -> float | None:
+def share(row: Row) -> float | None:
     """The share of a row's linear flops; None where there are none."""
-    flops = row["flops"]
-    return flops[of] / flops["linear"] if flops.get("linear") else None
+    return _part(row, row["flops"].get("untraced", 0.0))
+
+
+def callers_share(row: Row) -> float | None:
+    """The share of linear flops that forwards hold which cannot be traced."""
+    return _part(row, sum(one["flops"] for one in row["callers"]))
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """The figures of all rows.
 
-    ``out_of_reach`` is the mean over families of transformers, as is ``not_followed``: products
-    by parameters that are no linear's, over all products by parameters.
+    Means over families of transformers are ``out_of_reach``, the share of linear flops that ended
+    as "cannot be traced", ``callers``, of those in forwards that cannot be traced, whatever became
+    of them, and ``not_followed``, of products by parameters that are no linear's.
     """
     timed = [r for r in rows if r["ratio_to_best"] is not None]
-    shares = [s for r in rows if r["needs"] == TRANSFORMERS and (s := share(r)) is not None]
-    other = [s for r in rows if r["needs"] == TRANSFORMERS and (s := _not_followed(r)) is not None]
+    known = [r for r in rows if r["needs"] == TRANSFORMERS]
     ratios = [x for r in rows for x in r["calibration"]]
     low, high = WITHIN
     return {
@@ -54,8 +58,9 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
         "timed": len(timed),
         "behind": sum(map(behind, timed)),
         "over_best_peer": _geomean(1 / r["ratio_to_best"] for r in timed),
-        "out_of_reach": float(np.mean(shares)) if shares else None,
-        "not_followed": float(np.mean(other)) if other else None,
+        "out_of_reach": _mean(map(share, known)),
+        "callers": _mean(map(callers_share, known)),
+        "not_followed": _mean(map(_not_followed, known)),
         "kept": sum(r["outcomes"].get("kept", 0) for r in rows),
         "calibrated": sum(low <= x <= high for x in ratios),
         "predicted": len(ratios),
@@ -114,8 +119,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
     said = [
         f"{told['behind']} of {told['timed']} behind the best peer by more than 2%, beyond noise; "
         f"{_number(told['over_best_peer'])} times as fast as it (geometric mean)",
-        f"families of transformers: {_percent(told['out_of_reach'])} of linear flops cannot be "
-        f"traced, {_percent(told['not_followed'])} of flops by parameters are no linear's",
+        f"families of transformers: {_percent(told['out_of_reach'])} of linear flops ended as "
+        f"cannot be traced, {_percent(told['callers'])} lie in forwards that cannot be; "
+        f"{_percent(told['not_followed'])} of flops by parameters are no linear's",
         f"{told['kept']} linears kept; predicted over measured gain within {low} to {high} for "
         f"{told['calibrated']} of {told['predicted']}",
         f"{told['wrong']} with wrong results; "
@@ -133,18 +139,16 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _untraced(rows: Iterable[Row]) -> list[str]:
-    """The reasons that cost most, by the mean share of their families' linear flops."""
+    """Why forwards cannot be traced, and whose, by the shares of their families' linear flops."""
     found: dict[str, tuple[float, list[str]]] = {}
     for row in rows:
-        for one in row["reasons"]:
-            part = one["flops"] / row["flops"]["linear"] if row["flops"].get("linear") else 0.0
+        for one in row["callers"]:
+            part = _part(row, one["flops"]) or 0.0
             total, names = found.setdefault(one["reason"], (0.0, []))
-            found[one["reason"]] = total + part, [*names, f"{row['family']} ({row['mode']})"]
+            told = f"{row['family']}, {row['mode']} ({_percent(part)})"
+            found[one["reason"]] = total + part, [*names, told]
     worst = sorted(found.items(), key=lambda item: -item[1][0])
-    return [
-        f"cannot be traced: {', '.join(dict.fromkeys(names))}: {reason}"
-        for reason, (_, names) in worst
-    ]
+    return [f"cannot be traced: {'; '.join(names)}: {reason}" for reason, (_, names) in worst]
 
 
 def _ratio(row: Row, own: str, other: str) -> float | None:
@@ -153,6 +157,16 @@ def _ratio(row: Row, own: str, other: str) -> float | None:
         return None
     first, second = (Samples(n, tuple(arms[n]["samples_us"]), "wall", 1, "") for n in (own, other))
     return paired_ratio(first, second).median
+
+
+def _part(row: Row, flops: float) -> float | None:
+    whole = row["flops"].get("linear")
+    return flops / whole if whole else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return float(np.mean(known)) if known else None
 
 
 def _not_followed(row: Row) -> float | None:

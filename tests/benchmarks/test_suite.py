@@ -1,0 +1,378 @@
+"""The suite of model families: the registry, what a row says, its summary, crashes, resuming."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from benchmarks.suite import callers, child, measure, outcomes, summary, verify
+from benchmarks.suite import run as running
+from benchmarks.suite.family import Family
+from benchmarks.suite.measure import How, Row
+from benchmarks.suite.registry import FAMILIES, KINDS, picked
+from benchmarks.suite.work import ASKED, case_of, make_work
+from fastlinear.cli.app import app
+from fastlinear.core.cost import Ceilings
+from fastlinear.core.errors import InputError
+from fastlinear.core.inputs import normalize_inputs
+from fastlinear.core.settings import Config
+from fastlinear.core.timing import Samples
+from fastlinear.profile import clock as profile_clock
+from fastlinear.profile.step import loss_of
+from fastlinear.rewrite import optimize_
+from fastlinear.rewrite.evaluate import findings
+
+QUICK = How(skip=("compile", ASKED), seconds=0.5, rounds=5, timed_s=0.1)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring what the machine can do takes seconds and decides nothing here."""
+    for module, name in ((profile_clock, "ceilings"), (findings, "measure_ceilings")):
+        monkeypatch.setattr(module, name, lambda *_: Ceilings(1e11, 1e10))
+
+
+def small() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(32, 8)
+
+
+def raising() -> tuple[nn.Module, Tensor]:
+    raise ValueError("no such widths")
+
+
+SMALL, RAISING = Family("small", "tests", small), Family("raising", "tests", raising)
+
+
+# --------------------------------------------------------------------------------------------
+# The registry
+
+
+def test_there_are_many_families_with_names_and_kinds_of_their_own() -> None:
+    assert len(FAMILIES) >= 60
+    assert all(name == family.name for name, family in FAMILIES.items())
+    assert {family.kind for family in FAMILIES.values()} == set(KINDS)
+    from benchmarks.suite.registry import _FILES
+
+    assert sum(len(file.FAMILIES) for file in _FILES) == len(FAMILIES)  # no name twice
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_runs_and_its_loss_reaches_parameters(name: str) -> None:
+    family = FAMILIES[name]
+    if (why := family.why_not()) is not None:
+        pytest.skip(why)
+    model, inputs = family.built(0)
+    again, others = family.built(0)
+    state = again.state_dict()
+    assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
+    args, named = normalize_inputs(inputs, "test")
+    with torch.no_grad():
+        first = verify.tensors_of(model.eval()(*args, **named))
+        args, named = normalize_inputs(others, "test")
+        second = verify.tensors_of(again.eval()(*args, **named))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    loss = loss_of(model.train()(*args, **named))
+    loss.backward()
+    graded = [p for p in model.parameters() if p.grad is not None and bool(p.grad.any())]
+    assert math.isfinite(float(loss.detach()))
+    assert len(graded) >= len([p for p in model.parameters() if p.requires_grad]) // 2
+
+
+def test_choosing_by_name_and_kind() -> None:
+    assert [f.name for f in picked(["siren"])] == ["siren"]
+    assert {f.kind for f in picked(kinds=["fields"])} == {"fields"}
+    with pytest.raises(InputError, match="--kind in"):
+        picked(kinds=["nonsense"])
+    with pytest.raises(InputError, match="filters that leave at least one"):
+        picked(["siren"], ["language"])
+
+
+def test_a_family_whose_package_is_missing_is_skipped_by_name() -> None:
+    absent = Family("absent", "tests", small, "a_package_that_nobody_has")
+    row = running.in_child(absent, QUICK, 60.0, 1)
+    assert (row["status"], row["ratio_to_best"]) == ("skipped", None)
+    assert "a_package_that_nobody_has is not installed" in row["error"]["message"]
+
+
+# --------------------------------------------------------------------------------------------
+# One row
+
+
+@pytest.mark.usefixtures("known_ceilings")
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_a_row_says_what_became_of_the_linears_and_of_the_time(mode: str) -> None:
+    how = How(**{**QUICK.__dict__, "mode": mode})
+    row = child.row_of(SMALL, how)
+    assert row["status"] == "measured", row["error"]
+    assert row.keys() == (measure.blank(SMALL, how) | {"env": 0, "created": 0}).keys()
+    assert sum(row["outcomes"].values()) == len(row["sites"]) == 2
+    assert row["flops"]["linear"] == 2 * 32 * (8 * 16 + 16 * 4)
+    assert row["verified"] is True
+    assert row["verdicts"] > (5 if mode == "train" else 1)  # gradients are among them
+    assert set(row["arms"]) == {"eager", "fastlinear"}
+    assert (row["ours"], row["best_peer"]) == ("fastlinear", "eager")
+    assert row["ratio_to_best"] == row["ratio_to_eager"]
+    assert {"torch", "threads", "commit"} <= row["env"].keys()
+    assert json.loads(json.dumps(measure.finite(row), allow_nan=False))
+
+
+@pytest.mark.usefixtures("known_ceilings")
+@pytest.mark.parametrize("harm", ["output", "weights"])
+def test_wrong_results_are_seen(harm: str) -> None:
+    work = make_work(SMALL, case_of(SMALL, "cpu", "float32", "train", 0), CPU, 0.5)
+    known = verify.before(work, CPU)
+    model = copy.deepcopy(work.model)
+    result = optimize_(model, work.given(), config=Config(mode="train", time_budget_s=0.5))
+
+    def wrong() -> list[str]:
+        verdicts = verify.rewritten(known, model, result, 1.0)
+        return [v.name for v in verdicts if not v.passed]
+
+    assert wrong() == []
+    if harm == "weights":
+        with torch.no_grad():
+            next(model.parameters())[0, 0].add_(1e-3)
+        assert "parameters and buffers" in wrong()
+        return
+    layer = model[2]
+    swaps = result._swaps
+    plain, switched = layer.forward, {"on": swaps.on, "off": swaps.off}
+
+    def on() -> None:
+        switched["on"]()
+        layer.forward = lambda x: plain(x) * 1.0001
+
+    def off() -> None:
+        layer.__dict__.pop("forward", None)
+        switched["off"]()
+
+    swaps.on, swaps.off = on, off  # type: ignore[method-assign]
+    assert any(name.startswith("output") for name in wrong())
+    assert [v.passed for v in verify.outputs(known, work.model)] == [True]
+    assert not all(v.passed for v in verify.outputs(known, lambda x: work.model(x) * 1.0001))
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.second(torch.relu(y) if y.sum() > 0 else y)
+
+
+@pytest.mark.usefixtures("known_ceilings")
+def test_forwards_that_cannot_be_traced_are_told_with_their_flops() -> None:
+    model = nn.Sequential(Branching(), nn.Linear(4, 4))
+    (one,) = callers.untraced(model, torch.randn(2, 8), "inference")
+    assert (one["sites"], one["modules"]) == (2, ["Branching"])
+    assert one["flops"] == 2 * 2 * (8 * 16 + 16 * 4)
+    assert "it decides by a tensor's values or sizes" in one["reason"]
+    assert callers.untraced(nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8), "train") == []
+
+
+def test_ours_is_what_all_options_kept_against_the_fastest_peer() -> None:
+    def samples(name: str, us: float) -> Samples:
+        return Samples(name, (us,) * 5, "wall", 1, "clock")
+
+    times = {"eager": 100.0, "compile": 80.0, "fastlinear": 60.0, ASKED: 40.0}
+    row = measure.compared({name: samples(name, us) for name, us in times.items()})
+    assert (row["ours"], row["best_peer"]) == (ASKED, "compile")
+    assert row["ratio_to_best"] == pytest.approx(0.5)
+    assert row["ratio_to_eager"] == pytest.approx(0.4)
+    del times[ASKED]
+    row = measure.compared({name: samples(name, us) for name, us in times.items()})
+    assert (row["ours"], row["ratio_to_best"]) == ("fastlinear", pytest.approx(0.75))
+
+
+def test_outcomes_in_words_and_gains() -> None:
+    assert outcomes.label("refused", "untraceable") == "cannot be traced"
+    assert outcomes.label("rejected", "slower_model") == "slower"
+    assert outcomes.label("nothing_to_do", "eager_is_best") == "nothing to do"
+    assert outcomes.label("refused", "weight_subclass") == "weight subclass"
+    sites = [
+        {"outcome": "kept", "predicted_us": 3.0, "measured_us": 2.0},
+        {"outcome": "kept", "predicted_us": 3.0, "measured_us": -2.0},
+        {"outcome": "kept", "predicted_us": None, "measured_us": 2.0},
+        {"outcome": "slower", "predicted_us": 3.0, "measured_us": 2.0},
+    ]
+    assert outcomes.calibration(sites) == [1.5]
+
+
+# --------------------------------------------------------------------------------------------
+# The summary
+
+
+def made(name: str, **more: Any) -> Row:
+    row = measure.blank(Family(name, "tests", small, more.pop("needs", "")), How())
+    return row | {"seconds": {"total": 1.0}} | more
+
+
+def timed(name: str, ours: float, eager: float, **more: Any) -> Row:
+    arms = {
+        n: {"us": us, "samples_us": [us] * 5} for n, us in (("fastlinear", ours), ("eager", eager))
+    }
+    ratio = ours / eager
+    told = {"ratio_to_best": ratio, "ratio_ci95": [ratio - 0.01, ratio + 0.01]}
+    told |= {"ratio_to_eager": ratio, "best_peer": "eager", "ours": "fastlinear"}
+    return made(name, arms=arms, verified=True, **told, **more)
+
+
+def flops(linear: float, untraced: float, other: float = 0.0) -> dict[str, float]:
+    return {"linear": linear, "kept": 0.0, "untraced": untraced, "not_followed": other}
+
+
+ROWS = [
+    timed(
+        "a",
+        50.0,
+        100.0,
+        needs="transformers",
+        flops=flops(100.0, 60.0, 100.0),
+        callers=[{"reason": "it loops", "flops": 80.0}],
+    ),
+    timed("b", 200.0, 100.0, needs="transformers", flops=flops(10.0, 0.0)),
+    timed("c", 102.5, 100.0, flops=flops(1e9, 1e9), calibration=[0.69, 0.7, 1.4, 1.41]),
+    timed("d", 104.0, 100.0, outcomes={"kept": 3, "slower": 1}, calibration=[1.0]),
+    made("e", status="crashed", error={"stage": "process", "message": "signal SIGSEGV"}),
+    made("f", verified=False, wrong=["fastlinear: output[0]: error 1"]),
+]
+
+
+def test_the_summary_adds_up() -> None:
+    told = summary.summary(ROWS)
+    assert told["status"] == {"measured": 5, "crashed": 1}
+    assert (told["rows"], told["timed"], told["wrong"], told["kept"]) == (6, 4, 1, 3)
+    assert told["behind"] == 2  # b and d; the interval of c begins at 1.015
+    assert told["over_best_peer"] == pytest.approx((2 * 0.5 / 1.025 / 1.04) ** 0.25)
+    assert told["out_of_reach"] == pytest.approx(0.3)  # of a and b alone
+    assert told["callers"] == pytest.approx(0.4)
+    assert told["not_followed"] == pytest.approx(0.25)
+    assert (told["calibrated"], told["predicted"]) == (3, 5)
+
+
+def test_the_tables_and_notes_say_so() -> None:
+    ((kind, mode, count, over_eager, *_),) = summary.by_kind(ROWS)
+    assert (kind, mode, count) == ("tests", "inference", "4")
+    assert over_eager == "0.98"
+    lines = summary.lines(ROWS)
+    assert all(len(line) == len(summary.COLUMNS) for line in lines)
+    assert lines[1][7] == "2.00 behind"
+    assert "SIGSEGV" in lines[4][2]
+    assert lines[5][8] == "WRONG"
+    notes = "\n".join(summary.notes(ROWS))
+    assert "behind: b, inference: 2.000 of eager" in notes
+    assert "behind: c" not in notes
+    assert "cannot be traced: a, inference (80%): it loops" in notes
+    assert "crashed: e, inference: process: signal SIGSEGV" in notes
+    assert "wrong: f, inference: fastlinear: output[0]: error 1" in notes
+
+
+# --------------------------------------------------------------------------------------------
+# Crashes, and going on
+
+
+def test_an_error_becomes_a_row_that_says_where() -> None:
+    row = child.row_of(RAISING, QUICK)
+    assert row["status"] == "failed"
+    assert row["error"]["stage"] == "build"
+    assert row["error"]["message"] == "ValueError: no such widths"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "says"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed", "SIGSEGV"),
+        ("import sys; print('the last words'); sys.exit(7)", "crashed", "exit code 7"),
+        ("import time; time.sleep(60)", "timed out", "ended after 0.5 s"),
+    ],
+)
+def test_a_process_that_ends_becomes_a_row(
+    code: str, status: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = running.subprocess.Popen
+
+    def instead(command: list[str], **how: Any) -> Any:
+        return real([command[0], "-c", code], **how)
+
+    monkeypatch.setattr(running.subprocess, "Popen", instead)
+    row = running.in_child(SMALL, QUICK, 0.5 if "sleep" in code else 60.0, 1)
+    assert row["status"] == status
+    assert says in row["error"]["message"]
+    if "last words" in code:
+        assert row["error"]["traceback"] == ["the last words"]
+
+
+def test_a_run_goes_on_after_a_crash_and_where_it_was_cut(tmp_path: Path) -> None:
+    out, asked = tmp_path / "rows.jsonl", []
+    families = [Family(name, "tests", small) for name in "abcd"]
+    tasks = [(family, QUICK) for family in families]
+
+    def one(family: Family, how: How, *_: Any) -> Row:
+        asked.append(family.name)
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        status = {"b": "crashed"}.get(family.name, "measured")
+        return measure.dated(measure.blank(family, how) | {"status": status}, CPU)
+
+    with pytest.raises(KeyboardInterrupt):
+        running.run(tasks, out=out, measured=one)
+    with out.open("a") as file:
+        file.write('{"experiment": "sui')  # a line that was cut
+    rows = running.run(tasks, out=out, measured=one)
+    assert asked == ["a", "b", "c", "d", "b", "d"]  # what has failed is tried again
+    assert [row["family"] for row in rows] == ["a", "c", "b", "d"]
+    kept = [json.loads(line)["family"] for line in out.read_text().splitlines()]
+    assert kept == ["a", "c", "b", "d"]
+    other = How(**{**QUICK.__dict__, "mode": "train"})
+    assert len(running.run([*tasks, (families[0], other)], out=out, measured=one)) == 5
+
+
+def test_rows_of_another_machine_are_not_overwritten(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    row = measure.dated(measure.blank(SMALL, QUICK), CPU)
+    row["env"] |= {"torch": "1.0"}
+    out.write_text(json.dumps(row) + "\n")
+    with pytest.raises(InputError, match="1 other rows"):
+        running.run([(SMALL, QUICK)], out=out)
+    assert json.loads(out.read_text()) == row
+
+
+def test_no_family_begins_after_the_budget() -> None:
+    rows = running.run([(SMALL, QUICK)] * 2, budget_s=0.0, measured=lambda *_: pytest.fail("begun"))
+    assert rows == []
+
+
+@pytest.mark.slow
+def test_the_command_measures_a_family_in_a_process_of_its_own(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = ["bench", "models", "--suite", "--only", "ppo", "--mode", "inference", "--quiet"]
+    command += ["--skip", "compile", "--skip", ASKED, "--seconds", "0.5", "--rounds", "5"]
+    done = CliRunner().invoke(app, [*command, "--threads", "1", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    (row,) = (json.loads(line) for line in out.read_text().splitlines())
+    assert (row["family"], row["status"], row["verified"]) == ("ppo", "measured", True)
+    assert row["command"].startswith("fastlinear bench models --device cpu --suite --only ppo")
+    assert row["env"]["threads"] == 1
+    assert row["seconds"]["total"] > 0.0
+
+
+def test_the_command_names_families_and_refuses_unknown_peers() -> None:
+    listed = CliRunner().invoke(app, ["bench", "models", "--suite", "--list", "--kind", "experts"])
+    assert listed.exit_code == 0
+    assert "mixtral" in listed.output
+    assert "siren" not in listed.output
+    wrong = CliRunner().invoke(app, ["bench", "models", "--suite", "--skip", "eager"])
+    assert isinstance(wrong.exception, InputError | SystemExit)
+    assert wrong.exit_code != 0
