@@ -62,7 +62,7 @@ def run(
         InputError: the file holds other rows, or cannot be written.
     """
     begin, measured = time.monotonic(), measured or in_child
-    with _opened(out, tasks) as (rows, file):
+    with _opened(out, tasks, threads) as (rows, file):
         known = {key(row) for row in rows}
         for done, (family, how) in enumerate(tasks):
             progress(f"{family.name}, {how.mode}", done, len(tasks))
@@ -137,7 +137,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def _opened(path: Path | None, tasks: Sequence[Task]) -> Iterator[tuple[list[Row], TextIO | None]]:
+def _opened(
+    path: Path | None, tasks: Sequence[Task], threads: int | None
+) -> Iterator[tuple[list[Row], TextIO | None]]:
     """The rows that a file holds of an earlier run, and the file to add to."""
     if path is None:
         yield [], None
@@ -146,6 +148,7 @@ def _opened(path: Path | None, tasks: Sequence[Task]) -> Iterator[tuple[list[Row
     if path.exists() and tasks:
         rows = rows_of.read_rows(path, cut=True)
         here = environment(torch.device(tasks[0][1].device))
+        here |= {} if threads is None else {"threads": threads}
         foreign = [row for row in rows if not _ours(row, here)]
         if foreign:
             raise InputError(

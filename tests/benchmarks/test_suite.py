@@ -349,6 +349,16 @@ def test_rows_of_another_machine_are_not_overwritten(tmp_path: Path) -> None:
     assert json.loads(out.read_text()) == row
 
 
+def test_rows_of_the_threads_asked_for_are_gone_on_with(tmp_path: Path) -> None:
+    out, threads = tmp_path / "rows.jsonl", torch.get_num_threads() + 1
+    row = measure.dated(measure.blank(SMALL, QUICK), CPU)
+    row["env"] |= {"threads": threads}
+    out.write_text(json.dumps(row) + "\n")
+    assert running.run([(SMALL, QUICK)], out=out, threads=threads) == [row]
+    with pytest.raises(InputError, match="1 other rows"):
+        running.run([(SMALL, QUICK)], out=out)
+
+
 def test_no_family_begins_after_the_budget() -> None:
     rows = running.run([(SMALL, QUICK)] * 2, budget_s=0.0, measured=lambda *_: pytest.fail("begun"))
     assert rows == []
