@@ -88,7 +88,7 @@ def suite(
     from benchmarks.harness.pick import command
     from benchmarks.suite.measure import How
     from benchmarks.suite.registry import picked
-    from benchmarks.suite.run import run
+    from benchmarks.suite.run import left, run
     from fastlinear.cli.load import usable_device
 
     families = picked(only or (), kind or ())
@@ -121,6 +121,9 @@ def suite(
         raise InputError(
             "bench models --suite", "a family within the budget", "none", "Give more --budget."
         )
+    if missing := left(tasks, rows):
+        text = f"{len(missing)} not begun within the budget, from {missing[0]} on"
+        note(text, quiet=quiet)
     if out is not None:
         note(f"rows written to {out}", quiet=quiet)
     if json:

@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.harness import rows as rows_of
 from benchmarks.harness.resume import SAME
-from benchmarks.suite.child import FAILED, task_of
+from benchmarks.suite.child import task_of
 from benchmarks.suite.family import Family
-from benchmarks.suite.measure import FACTS, How, Row, blank, dated
+from benchmarks.suite.measure import FACTS, MEASURED, How, Row, blank, dated
 from fastlinear.core.environment import environment
 from fastlinear.core.errors import InputError
 from fastlinear.core.progress import Progress, silent
@@ -29,6 +29,12 @@ CRASHED, TIMED_OUT, SKIPPED = "crashed", "timed out", "skipped"
 _ROOT = Path(__file__).resolve().parents[2]
 _LAST_LINES = 6
 Task = tuple[Family, How]
+
+
+def left(tasks: Sequence[Task], rows: Sequence[Row]) -> list[str]:
+    """Names of the tasks without a row."""
+    known = {key(row) for row in rows}
+    return [f"{f.name}, {how.mode}" for f, how in tasks if key(blank(f, how)) not in known]
 
 
 def key(row: Row) -> tuple[Any, ...]:
@@ -51,7 +57,7 @@ def run(
     Args:
         tasks: families, each with how it is measured.
         out: JSONL file that every row is added to at once. Tasks whose rows it holds from the same
-            commit, device and versions are not measured again, those without times are.
+            commit, device and versions are not measured again; others are tried again.
         budget_s: start no further family after this many seconds.
         limit_s: seconds after which a family's process is ended.
         threads: torch's threads in that process.
@@ -157,7 +163,7 @@ def _opened(
                 f"{len(foreign)} other rows in {path}",
                 "Write to another file.",
             )
-        rows = [row for row in rows if row["status"] not in (CRASHED, TIMED_OUT, FAILED)]
+        rows = [row for row in rows if row["status"] == MEASURED]
         rows_of.write_rows(rows, partial := path.with_name("partial-" + path.name))
         os.replace(partial, path)
     with rows_of.opened(path, "a") as file:

@@ -1,0 +1,24 @@
+"""What tests of the suite share: families that are small or broken, and quick ways to measure."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.suite.family import Family
+from benchmarks.suite.measure import How
+from benchmarks.suite.work import ASKED
+
+QUICK = How(skip=("compile", ASKED), seconds=0.5, rounds=5, timed_s=0.1)
+CPU = torch.device("cpu")
+
+
+def small() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(32, 8)
+
+
+def raising() -> tuple[nn.Module, Tensor]:
+    raise ValueError("no such widths")
+
+
+SMALL, RAISING = Family("small", "tests", small), Family("raising", "tests", raising)
