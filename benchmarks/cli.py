@@ -34,7 +34,8 @@ def command(arguments: Sequence[str]) -> tuple[Any, list[str]]:
         given = given[1:]
         app.command("bench drawn")(draw)
     elif asks_for_suite(given):
-        given = [word for word in given if word not in ("models", "--suite")]
+        given.remove("models")
+        given.remove("--suite")
         app.command("bench models --suite")(suite)
     else:
         app.command("bench")(bench)

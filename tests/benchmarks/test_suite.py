@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from benchmarks.suite import callers, child, measure, outcomes, summary, verify
 from benchmarks.suite.family import Family
 from benchmarks.suite.measure import How, Row
-from benchmarks.suite.registry import FAMILIES, KINDS, picked
+from benchmarks.suite.registry import FAMILIES, KINDS
 from benchmarks.suite.work import ASKED, case_of, make_work
 from fastlinear.core.cost import Ceilings
-from fastlinear.core.errors import InputError
 from fastlinear.core.inputs import normalize_inputs
 from fastlinear.core.settings import Config
 from fastlinear.core.timing import Samples
@@ -51,6 +50,7 @@ def test_a_family_runs_and_its_loss_reaches_parameters(name: str) -> None:
     if (why := family.why_not()) is not None:
         pytest.skip(why)
     model, inputs = family.built(0)
+    torch.manual_seed(7)  # the caller's own draws change nothing
     again, others = family.built(0)
     state = again.state_dict()
     assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
@@ -65,15 +65,6 @@ def test_a_family_runs_and_its_loss_reaches_parameters(name: str) -> None:
     graded = [p for p in model.parameters() if p.grad is not None and bool(p.grad.any())]
     assert math.isfinite(float(loss.detach()))
     assert len(graded) >= len([p for p in model.parameters() if p.requires_grad]) // 2
-
-
-def test_choosing_by_name_and_kind() -> None:
-    assert [f.name for f in picked(["siren"])] == ["siren"]
-    assert {f.kind for f in picked(kinds=["fields"])} == {"fields"}
-    with pytest.raises(InputError, match="--kind in"):
-        picked(kinds=["nonsense"])
-    with pytest.raises(InputError, match="filters that leave at least one"):
-        picked(["siren"], ["language"])
 
 
 @pytest.mark.usefixtures("known_ceilings")
@@ -92,6 +83,20 @@ def test_a_row_says_what_became_of_the_linears_and_of_the_time(mode: str) -> Non
     assert row["ratio_to_best"] == row["ratio_to_eager"]
     assert {"torch", "threads", "commit"} <= row["env"].keys()
     assert json.loads(json.dumps(measure.finite(row), allow_nan=False))
+
+
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_a_step_in_training_leaves_gradients_alone_of_this_step(mode: str) -> None:
+    work = make_work(SMALL, case_of(SMALL, "cpu", "float32", mode, 0), CPU, 0.5)
+    unit = work.unit(work.model)
+    found = []
+    for _ in range(2):
+        with work.mode():
+            unit(0)
+        found.append([p.grad for p in work.model.parameters()])
+    assert all((g is None) == (mode == "inference") for g in found[0])
+    if mode == "train":
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.usefixtures("known_ceilings")
@@ -114,18 +119,22 @@ def test_wrong_results_are_seen(harm: str) -> None:
         return
     layer = model[2]
     swaps = result._swaps
+    calls: list[str] = []
     plain, switched = layer.forward, {"on": swaps.on, "off": swaps.off}
 
     def on() -> None:
+        calls.append("on")
         switched["on"]()
         layer.forward = lambda x: plain(x) * 1.0001
 
     def off() -> None:
+        calls.append("off")
         layer.__dict__.pop("forward", None)
         switched["off"]()
 
     swaps.on, swaps.off = on, off  # type: ignore[method-assign]
     assert any(name.startswith("output") for name in wrong())
+    assert (calls[0], calls[-1]) == ("off", "on")  # the model as it was, and at last as it is kept
     assert [v.passed for v in verify.outputs(known, work.model)] == [True]
     assert not all(v.passed for v in verify.outputs(known, lambda x: work.model(x) * 1.0001))
 

@@ -14,10 +14,20 @@ from benchmarks.suite import child, measure
 from benchmarks.suite import run as running
 from benchmarks.suite.family import Family
 from benchmarks.suite.measure import How, Row
+from benchmarks.suite.registry import picked
 from benchmarks.suite.work import ASKED
 from fastlinear.cli.app import app
 from fastlinear.core.errors import InputError
 from tests.benchmarks.suite_families import CPU, QUICK, RAISING, SMALL, small
+
+
+def test_choosing_by_name_and_kind() -> None:
+    assert [f.name for f in picked(["siren"])] == ["siren"]
+    assert {f.kind for f in picked(kinds=["fields"])} == {"fields"}
+    with pytest.raises(InputError, match="--kind in"):
+        picked(kinds=["nonsense"])
+    with pytest.raises(InputError, match="filters that leave at least one"):
+        picked(["siren"], ["language"])
 
 
 def test_a_family_whose_package_is_missing_is_skipped_by_name() -> None:
@@ -54,6 +64,7 @@ def test_a_process_that_ends_becomes_a_row(
     row = running.in_child(SMALL, QUICK, 0.5 if "sleep" in code else 60.0, 1)
     assert row["status"] == status
     assert says in row["error"]["message"]
+    assert row["seconds"]["total"] < 30.0  # ended, not waited for
     if "last words" in code:
         assert row["error"]["traceback"] == ["the last words"]
 
