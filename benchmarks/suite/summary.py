@@ -119,14 +119,17 @@ def notes(rows: Sequence[Row]) -> list[str]:
     said = [
         f"{told['behind']} of {told['timed']} behind the best peer by more than 2%, beyond noise; "
         f"{_number(told['over_best_peer'])} times as fast as it (geometric mean)",
-        f"families of transformers: {_percent(told['out_of_reach'])} of linear flops ended as "
-        f"cannot be traced, {_percent(told['callers'])} lie in forwards that cannot be; "
-        f"{_percent(told['not_followed'])} of flops by parameters are no linear's",
         f"{told['kept']} linears kept; predicted over measured gain within {low} to {high} for "
         f"{told['calibrated']} of {told['predicted']}",
         f"{told['wrong']} with wrong results; "
         + ", ".join(f"{count} {status}" for status, count in told["status"].items()),
     ]
+    if told["out_of_reach"] is not None:
+        said.append(
+            f"families of transformers: {_percent(told['out_of_reach'])} of linear flops ended as "
+            f"cannot be traced, {_percent(told['callers'])} lie in forwards that cannot be; "
+            f"{_percent(told['not_followed'])} of flops by parameters are no linear's"
+        )
     for row in rows:
         name = f"{row['family']}, {row['mode']}"
         if behind(row):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.suite import callers, child, measure, outcomes, summary, verify
+from benchmarks.suite import callers, child, measure, outcomes, registry, summary, verify
 from benchmarks.suite.family import Family
 from benchmarks.suite.measure import How, Row
 from benchmarks.suite.registry import FAMILIES, KINDS
@@ -38,9 +38,7 @@ def test_there_are_many_families_with_names_and_kinds_of_their_own() -> None:
     assert len(FAMILIES) >= 60
     assert all(name == family.name for name, family in FAMILIES.items())
     assert {family.kind for family in FAMILIES.values()} == set(KINDS)
-    from benchmarks.suite.registry import _FILES
-
-    assert sum(len(file.FAMILIES) for file in _FILES) == len(FAMILIES)  # no name twice
+    assert sum(len(file.FAMILIES) for file in registry._FILES) == len(FAMILIES)  # no name twice
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -80,7 +78,6 @@ def test_a_row_says_what_became_of_the_linears_and_of_the_time(mode: str) -> Non
     assert row["verdicts"] > (5 if mode == "train" else 1)  # gradients are among them
     assert set(row["arms"]) == {"eager", "fastlinear"}
     assert (row["ours"], row["best_peer"]) == ("fastlinear", "eager")
-    assert row["ratio_to_best"] == row["ratio_to_eager"]
     assert {"torch", "threads", "commit"} <= row["env"].keys()
     assert json.loads(json.dumps(measure.finite(row), allow_nan=False))
 
@@ -177,7 +174,6 @@ def test_outcomes_in_words_and_gains() -> None:
     assert outcomes.label("refused", "untraceable") == "cannot be traced"
     assert outcomes.label("rejected", "slower_model") == "slower"
     assert outcomes.label("nothing_to_do", "eager_is_best") == "nothing to do"
-    assert outcomes.label("refused", "weight_subclass") == "weight subclass"
     sites = [
         {"outcome": "kept", "predicted_us": 3.0, "measured_us": 2.0},
         {"outcome": "kept", "predicted_us": 3.0, "measured_us": -2.0},
@@ -247,6 +243,8 @@ def test_the_tables_and_notes_say_so() -> None:
     notes = "\n".join(summary.notes(ROWS))
     assert "behind: b, inference: 2.000 of eager" in notes
     assert "behind: c" not in notes
+    assert "30% of linear flops ended as cannot be traced, 40% lie in forwards" in notes
+    assert "families of transformers" not in "".join(summary.notes(ROWS[2:]))
     assert "cannot be traced: a, inference (80%): it loops" in notes
     assert "crashed: e, inference: process: signal SIGSEGV" in notes
     assert "wrong: f, inference: fastlinear: output[0]: error 1" in notes
