@@ -26,6 +26,8 @@ def main(arguments: list[str]) -> int:
     how = How(**task["how"] | {"skip": tuple(task["how"]["skip"])})
     if task["threads"]:
         torch.set_num_threads(task["threads"])
+    if torch.device(how.device).type == "cuda":
+        torch.cuda.set_device(how.device)  # where graphs and streams are made
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     row = row_of(FAMILIES[task["family"]], how)
