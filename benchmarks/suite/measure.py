@@ -185,7 +185,7 @@ def _right(peer: Peer, work: SuiteWork, known: verify.Before, row: Row, seconds:
         verdicts = verify.rewritten(known, work.rewritten[0], work.result[0], seconds)
         row["verdicts"] = len(verdicts)
     else:
-        verdicts = verify.outputs(known, work.built[-1])
+        verdicts = verify.outputs(known, work.model, work.built[-1])
     wrong = [str(v) for v in verdicts if not v.passed and not v.unproven]
     if peer.ours:
         row["verified"] = row["verified"] is not False and not wrong
