@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -147,9 +148,10 @@ def _untraced(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         for one in row["callers"]:
             part = _part(row, one["flops"]) or 0.0
-            total, names = found.setdefault(one["reason"], (0.0, []))
+            reason = _alike(one["reason"])
+            total, names = found.setdefault(reason, (0.0, []))
             told = f"{row['family']}, {row['mode']} ({_percent(part)})"
-            found[one["reason"]] = total + part, [*names, told]
+            found[reason] = total + part, [*names, told]
     worst = sorted(found.items(), key=lambda item: -item[1][0])
     return [f"cannot be traced: {'; '.join(names)}: {reason}" for reason, (_, names) in worst]
 
@@ -160,6 +162,12 @@ def _ratio(row: Row, own: str, other: str) -> float | None:
         return None
     first, second = (Samples(n, tuple(arms[n]["samples_us"]), "wall", 1, "") for n in (own, other))
     return paired_ratio(first, second).median
+
+
+def _alike(reason: str) -> str:
+    """The same words for the same reason, whichever class and line it is about."""
+    reason = re.sub(r"^\w+\.forward", "its forward", reason)
+    return re.sub(r" \(line \d+[^)]*\)", "", reason)
 
 
 def _part(row: Row, flops: float) -> float | None:

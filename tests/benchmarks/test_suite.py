@@ -161,9 +161,16 @@ ROWS = [
         100.0,
         needs="transformers",
         flops=flops(100.0, 60.0, 100.0),
-        callers=[{"reason": "it loops", "flops": 80.0}],
+        callers=[{"reason": "A.forward loops (line 3, in A.forward).", "flops": 80.0}],
     ),
-    timed("b", 200.0, 100.0, needs="transformers", flops=flops(10.0, 0.0)),
+    timed(
+        "b",
+        200.0,
+        100.0,
+        needs="transformers",
+        flops=flops(10.0, 0.0),
+        callers=[{"reason": "B.forward loops.", "flops": 5.0}],
+    ),
     timed("c", 102.5, 100.0, flops=flops(1e9, 1e9), calibration=[0.69, 0.7, 1.4, 1.41]),
     timed("d", 104.0, 100.0, outcomes={"kept": 3, "slower": 1}, calibration=[1.0]),
     made("e", status="crashed", error={"stage": "process", "message": "signal SIGSEGV"}),
@@ -178,7 +185,7 @@ def test_the_summary_adds_up() -> None:
     assert told["behind"] == 2  # b and d; the interval of c begins at 1.015
     assert told["over_best_peer"] == pytest.approx((2 * 0.5 / 1.025 / 1.04) ** 0.25)
     assert told["out_of_reach"] == pytest.approx(0.3)  # of a and b alone
-    assert told["callers"] == pytest.approx(0.4)
+    assert told["callers"] == pytest.approx(0.65)
     assert told["not_followed"] == pytest.approx(0.25)
     assert (told["calibrated"], told["predicted"]) == (3, 5)
 
@@ -195,8 +202,8 @@ def test_the_tables_and_notes_say_so() -> None:
     notes = "\n".join(summary.notes(ROWS))
     assert "behind: b, inference: 2.000 of eager" in notes
     assert "behind: c" not in notes
-    assert "30% of linear flops ended as cannot be traced, 40% lie in forwards" in notes
+    assert "30% of linear flops ended as cannot be traced, 65% lie in forwards" in notes
     assert "families of transformers" not in "".join(summary.notes(ROWS[2:]))
-    assert "cannot be traced: a, inference (80%): it loops" in notes
+    assert "cannot be traced: a, inference (80%); b, inference (50%): its forward loops." in notes
     assert "crashed: e, inference: process: signal SIGSEGV" in notes
     assert "wrong: f, inference: fastlinear: output[0]: error 1" in notes
