@@ -30,6 +30,32 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 STRIDED = torch.nested.nested_tensor([X, X[:3]])
 
 
+class AsksForGradient(nn.Module):
+    """As wav2vec2 does in training, so that a checkpoint behind frozen layers has gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.second = nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training:
+            x.requires_grad = True
+        return self.second(self.act(self.first(x)))
+
+
+def test_a_model_may_set_its_inputs_requires_grad() -> None:
+    model = AsksForGradient().train()
+    result = optimize_(model, X.clone(), config=Config(mode="train"))
+    assert {"first", "second"} <= {site.fqn for site in result.sites}
+    plain, found = AsksForGradient().train(), []
+    plain.load_state_dict(model.state_dict())
+    for one in (model, plain):
+        x = X.clone()
+        one(x).sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found)
+
+
 class TwoInputs(nn.Module):
     """One linear gets the odd input, one a dense one."""
 

@@ -82,7 +82,14 @@ class Runner:
             leaves = call.map(_with_grad)
             fresh = leaves.map(_writable)
             before = _versions(fresh)
-            output = model(*fresh.args, **fresh.kwargs)
+            try:
+                output = model(*fresh.args, **fresh.kwargs)
+            except RuntimeError as error:
+                if _OF_LEAVES not in str(error):
+                    raise
+                seed_all(self.seed, self.device)  # it sets its input's requires_grad itself
+                before = _versions(leaves)
+                output = model(*leaves.args, **leaves.kwargs)
             found = {**_outputs(output), **_written(before)}
             loss = self.loss(output)
         found["loss"] = loss.detach().clone()
@@ -131,6 +138,10 @@ def _with_grad(leaf: Any) -> Any:
 def _writable(leaf: Any) -> Any:
     """A copy that a model may write to, unlike a leaf with a gradient."""
     return leaf.clone() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+
+_OF_LEAVES = "requires_grad flags of leaf variables"
+"""What torch says where that of a copy with a history is set."""
 
 
 def seed_all(seed: int, device: torch.device) -> None:
