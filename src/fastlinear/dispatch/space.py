@@ -21,7 +21,7 @@ class Space:
         problem: (piece, *sizes, options and facts by name) → the Problem.
         sizes: ones, and sizes on either side of a kernel's tile.
         options: keyword of ``problem`` → its values; one written twice comes twice as often.
-        narrowed: piece → fewer values of some options.
+        narrowed: piece → fewer values of some options, or values of its own.
         times: how often the size, or the value of the option, comes that has most alternatives.
         times_on_cuda: the same on a GPU, where kernels are compiled for each; ``times`` if None.
     """

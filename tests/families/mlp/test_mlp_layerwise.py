@@ -149,7 +149,7 @@ def test_tuning_begins_with_the_choices_it_takes(
     assert len(layers) == len(set(layers))
     order = tuning_order(p)
     assert order[: len(layers)] == layers
-    assert [q.family for q in order[len(layers) :]] == ["mlp"] * (3 if grad else 1)
+    assert [q.family for q in order[len(layers) :]] == ["mlp"] * (4 if grad else 1)
 
 
 def test_float64_has_no_layers_to_tune() -> None:

@@ -89,9 +89,8 @@ SPACE = Space(
         "needs_grad": (True, False),
         "x_layout": ("rows", "rows", "strided"),
         "w_layout": ("nk", "nk", "mixed"),
-        "hidden": (False, False, True),
     },
-    narrowed={piece: {"hidden": (False,)} for piece in ("forward", STEP)},
+    narrowed={"backward": {"hidden": (False, False, True)}},
     times=4,
     times_on_cuda=2,
 )
