@@ -15,6 +15,7 @@ from benchmarks.experiments.configurations.planes import KIND
 from benchmarks.experiments.configurations.rows import mean, read, regrets
 from fastlinear.families.linear.cuda import planes
 from fastlinear.families.linear.cuda.planes import STAGES, Config, Derivation, Raggedness
+from fastlinear.families.linear.problem import problem
 from fastlinear.kernels.cuda.hopper import ARCH
 from tests.families import nvrtc_offline as nvrtc
 
@@ -85,6 +86,16 @@ def test_products_that_read_numbers_stay_in_registers() -> None:
     for config in planes.candidates(8192, 256, 64, reads=True):
         for activation in ("gelu", "sine"):
             assert _frame(config, activation, has_bias=True, save_pre=True) <= 8
+
+
+def test_less_than_full_precision_is_left_to_others() -> None:
+    def posed(precision: str, dtype: str = "float32") -> Any:
+        return problem("forward", 512, 512, 512, dtype=dtype, device="cuda", precision=precision)
+
+    assert planes.reason_not_exact(posed("highest")) is None
+    for precision in ("high", "medium"):
+        assert "full precision" in str(planes.reason_not_exact(posed(precision)))
+    assert planes.reason_not_exact(posed("highest", "bfloat16")) is not None
 
 
 def test_calls_are_split_late_where_that_was_faster() -> None:
