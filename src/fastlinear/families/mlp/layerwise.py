@@ -32,7 +32,14 @@ from fastlinear.families.mlp.problem import (
     linear_x_layout,
     widths_of,
 )
-from fastlinear.families.mlp.reference import Biases, Needs, Weights, first_needed, layer_input
+from fastlinear.families.mlp.reference import (
+    Biases,
+    Needs,
+    Weights,
+    first_needed,
+    kept_input,
+    layer_input,
+)
 from fastlinear.fastpath import recorder
 
 _MAX_PLANS = 1024
@@ -137,10 +144,11 @@ def backward(
 
 def _input(i: int, x: Tensor, saved: tuple[Tensor, ...], names: tuple[str, ...]) -> Tensor:
     """``layer_input``, by a kernel of our own where it computes something."""
-    before, layers = saved[i - 1], len(names)
-    given = len(saved) > layers and saved[layers + i - 1] is not None
-    if not i or given or not before.is_cuda or not before.is_contiguous():
+    before = saved[i - 1]
+    if not i or not before.is_cuda or not before.is_contiguous():
         return layer_input(i, x, saved, names)
+    if (given := kept_input(i, saved, len(names))) is not None:
+        return given
     if not activates_at(names[i - 1], before.dtype):
         return layer_input(i, x, saved, names)
     from fastlinear.kernels.triton.elementwise import activated

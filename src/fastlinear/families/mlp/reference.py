@@ -103,8 +103,13 @@ def layer_input(i: int, x: Tensor, saved: tuple[Tensor, ...], names: tuple[str, 
     """h_i (M, n_i): layer i's input, recomputed where only its pre-activation was kept."""
     if i == 0:
         return x
-    act, layers = activation_of(names[i - 1]), len(names)
+    act = activation_of(names[i - 1])
     if act.saved != "pre":
         return saved[i - 1]
-    given = saved[layers + i - 1] if len(saved) > layers else None
+    given = kept_input(i, saved, len(names))
     return act.value(saved[i - 1]) if given is None else given
+
+
+def kept_input(i: int, saved: tuple[Tensor, ...], layers: int) -> Tensor | None:
+    """What the hidden layer before layer ``i`` gave, where it is kept beside a pre-activation."""
+    return saved[layers + i - 1] if len(saved) > layers else None
